@@ -1,0 +1,272 @@
+"""The steps of the layer in plain torch: the exact emulation of the recipe, on CPU or GPU, and the contract of the steps.
+
+`megamoe.triton_kernels` offers the same names with the same signatures. Sums that the recipe rounds once are formed in
+fp64, where they are exact for e4m3 operands, so a row's result never depends on the rows beside it.
+
+Letters: P rows of a pool, N and K the output and contraction dimension of a GEMM, E local experts, I the intermediate size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from megamoe.quantize import QuantizedRows, QuantizedWeight, quantize_rows, quantize_weight
+from megamoe.recipe import BLOCK, Recipe
+from megamoe.routing_plan import RankPlan, RoutingPlan, make_plan
+
+__all__ = [
+    "SwigluGrads",
+    "combine",
+    "dispatch",
+    "dispatch_weights",
+    "grouped_gemm",
+    "make_plan",
+    "quantize_rows",
+    "quantize_weight",
+    "swiglu",
+    "swiglu_backward",
+    "wgrad",
+]
+
+LOG2_E = 1.4426950408889634
+
+
+def segments(plan: RankPlan) -> list[tuple[int, int, int]]:
+    """(expert, first row, end of its real rows) of every local expert that has rows. Synchronises with the device."""
+    offs, counts = plan.offs.tolist(), plan.counts.tolist()
+    return [(e, offs[e], offs[e] + n) for e, n in enumerate(counts) if n]
+
+
+# ---------------------------------------------------------------- dispatch and combine
+
+
+def dispatch(sources: Sequence[QuantizedRows], plan: RankPlan) -> QuantizedRows:
+    """Bring the rows that a rank's experts need into its pool.
+
+    Args:
+        sources: of each rank its quantised tokens, [T_r, H] with row-major scales.
+        plan: what the rank receives.
+
+    Returns:
+        The pool [P, H] with k-major scales [ceil(H / 128), P]; padding rows and their scales are zero.
+    """
+    first = sources[0]
+    rows, width = plan.num_rows, first.data.shape[1]
+    data = torch.zeros(rows, width, dtype=first.data.dtype, device=first.data.device)
+    scale = None
+    if first.scale is not None:
+        scale = torch.zeros(first.scale.shape[1], rows, dtype=torch.float32, device=first.data.device)
+    for r, source in enumerate(sources):
+        mine = (plan.source_rank == r).nonzero().flatten()
+        token = plan.token[mine].long()
+        _bytes(data)[mine] = _bytes(source.data)[token]
+        if scale is not None and source.scale is not None:
+            scale[:, mine] = source.scale[token].t()
+    return QuantizedRows(data, scale, k_major=True)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes, which every indexing operation supports."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def dispatch_weights(topk_weights: Sequence[torch.Tensor], plan: RankPlan) -> torch.Tensor:
+    """Bring the routing weight of each row to its owner: of each rank fp32 [T_r, K] -> fp32 [P], 0 in padding."""
+    weight = torch.zeros(plan.num_rows, dtype=torch.float32, device=topk_weights[0].device)
+    for r, w in enumerate(topk_weights):
+        mine = (plan.source_rank == r).nonzero().flatten()
+        weight[mine] = w[plan.token[mine].long(), plan.slot[mine].long()]
+    return weight
+
+
+def combine(pools: Sequence[torch.Tensor], plan: RoutingPlan, rank: int) -> torch.Tensor:
+    """Sum each token's rows at its source: in fp32, over slots ascending, one rounding at the end.
+
+    Args:
+        pools: of each rank y [P_r, H], bf16 (padding is not read).
+        plan: of the call.
+        rank: whose tokens are summed.
+
+    Returns:
+        out [T, H] bf16.
+    """
+    owner, row = plan.owner[rank], plan.row[rank].long()
+    total = torch.zeros(owner.shape[0], pools[0].shape[1], dtype=torch.float32, device=pools[0].device)
+    for j in range(owner.shape[1]):
+        for r, pool in enumerate(pools):
+            mine = (owner[:, j] == r).nonzero().flatten()
+            total[mine] += pool[row[mine, j]].float()
+    return total.to(torch.bfloat16)
+
+
+def combine_weight_grads(pools: Sequence[torch.Tensor], plan: RoutingPlan, rank: int) -> torch.Tensor:
+    """Bring dp home: of each rank fp32 [P_r] -> fp32 [T, K], exactly 0 where a slot has no expert."""
+    owner, row = plan.owner[rank], plan.row[rank].long()
+    grad = torch.zeros(owner.shape, dtype=torch.float32, device=pools[0].device)
+    for r, pool in enumerate(pools):
+        mine = owner == r
+        grad[mine] = pool[row[mine]]
+    return grad
+
+
+# ---------------------------------------------------------------- GEMMs
+
+
+def grouped_gemm(
+    rows: QuantizedRows, weight: QuantizedWeight, plan: RankPlan, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """m-grouped GEMM: out[r] = weight[e(r)] @ rows[r], with e(r) the expert whose segment holds row r.
+
+    k-blocks of 128 ascending, acc = fma(partial, fl32(sA * sB), acc) in fp32; bf16 operands without scales accumulate plainly.
+
+    Args:
+        rows: [P, K], scales k-major.
+        weight: [E, N, K].
+        plan: segments of the pool.
+        out_dtype: bf16 or fp32.
+
+    Returns:
+        [P, N]; padding rows are zero.
+    """
+    out = torch.zeros(plan.num_rows, weight.data.shape[1], dtype=out_dtype, device=rows.data.device)
+    row_scale, scale = rows.scale_row_major(), weight.expanded_scale()
+    for e, begin, end in segments(plan):
+        a, b = rows.data[begin:end].double(), weight.data[e].double()
+        if row_scale is None or scale is None:
+            out[begin:end] = (a @ b.t()).float().to(out_dtype)
+            continue
+        acc = torch.zeros(end - begin, b.shape[0], dtype=torch.float32, device=a.device)
+        for block, k in enumerate(range(0, a.shape[1], BLOCK)):
+            partial = (a[:, k : k + BLOCK] @ b[:, k : k + BLOCK].t()).float()
+            s = row_scale[begin:end, block, None] * scale[e, :, k]
+            acc = (partial.double() * s.double() + acc.double()).float()  # a fused multiply-add
+        out[begin:end] = acc.to(out_dtype)
+    return out
+
+
+def wgrad(
+    a: torch.Tensor, b: torch.Tensor, plan: RankPlan, out: torch.Tensor | None = None, accumulate: bool = False
+) -> torch.Tensor:
+    """k-grouped GEMM: out[e] = sum over the rows r of e, ascending, of a[r] (outer) b[r], accumulated in fp32.
+
+    Args:
+        a: [P, M] bf16. b: [P, N] bf16. Padding rows are not read.
+        plan: segments of the pool.
+        out: [E, M, N], fp32 or bf16; None: a new fp32 tensor.
+        accumulate: add to `out` (one rounding), leaving experts without rows alone; else overwrite, with zeros there.
+
+    Returns:
+        out.
+    """
+    if out is None:
+        out = torch.empty(plan.counts.shape[0], a.shape[1], b.shape[1], dtype=torch.float32, device=a.device)
+        accumulate = False
+    if not accumulate:
+        out.zero_()
+    for e, begin, end in segments(plan):
+        total = (a[begin:end].double().t() @ b[begin:end].double()).float()
+        out[e] = (out[e].float() + total if accumulate else total).to(out.dtype)
+    return out
+
+
+# ---------------------------------------------------------------- SwiGLU
+
+
+def _clamped(gate_up: torch.Tensor, clamp: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = gate_up.float().chunk(2, dim=1)
+    return (gate, up) if clamp is None else (gate.clamp_max(clamp), up.clamp(-clamp, clamp))
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """As the kernels form it: 1 / (1 + 2^(-x log2 e))."""
+    return 1.0 / (1.0 + torch.exp2(x * -LOG2_E))
+
+
+def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> QuantizedRows:
+    """h = (silu(gate) * up) * weight in fp32 from bf16 gate and up, then quantised 1x128.
+
+    Args:
+        gate_up: [P, 2I] bf16, gate first.
+        weight: fp32 [P], the routing weight of each row.
+        recipe: clamp, precision, scale format.
+
+    Returns:
+        [P, I] with k-major scales.
+    """
+    gate, up = _clamped(gate_up, recipe.clamp)
+    h = quantize_rows((gate * _sigmoid(gate) * up) * weight[:, None], recipe)
+    return QuantizedRows(h.data, None if h.scale is None else h.scale.t().contiguous(), k_major=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwigluGrads:
+    """What the backward of SwiGLU hands on.
+
+    Attributes:
+        d_gate_up: [P, 2I] quantised 1x128 (k-major scales): the operand of the dX GEMM.
+        d_gate_up_bf16: [P, 2I] bf16, of the same unquantised values: the operand of dW13.
+        weighted_act: [P, I] bf16, p * silu(gate) * up: the operand of dW2.
+        d_weight: fp32 [P], the gradient of the routing weight.
+    """
+
+    d_gate_up: QuantizedRows
+    d_gate_up_bf16: torch.Tensor
+    weighted_act: torch.Tensor
+    d_weight: torch.Tensor
+
+
+def swiglu_backward(dh: torch.Tensor, gate_up: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> SwigluGrads:
+    """The gradients behind h = (silu(gate) * up) * weight; masks look at the bf16 gate and up, equality passes.
+
+    Args:
+        dh: [P, I] fp32, the accumulators of the GEMM before.
+        gate_up: [P, 2I] bf16, as saved by the forward.
+        weight: fp32 [P].
+        recipe: clamp, precision, scale format.
+
+    Returns:
+        SwigluGrads.
+    """
+    raw_gate, raw_up = gate_up.float().chunk(2, dim=1)
+    gate, up = _clamped(gate_up, recipe.clamp)
+    sigma = _sigmoid(gate)
+    silu = gate * sigma
+    act = silu * up
+    d_act = weight[:, None] * dh
+    d_up = d_act * silu
+    d_gate = d_act * up * (sigma * (1.0 + gate * (1.0 - sigma)))
+    if recipe.clamp is not None:
+        d_up = torch.where(raw_up.abs() <= recipe.clamp, d_up, 0.0)
+        d_gate = torch.where(raw_gate <= recipe.clamp, d_gate, 0.0)
+    d_gate_up = torch.cat([d_gate, d_up], dim=1)
+    q = [quantize_rows(half, recipe) for half in (d_gate, d_up)]  # gate and up have scale grids of their own
+    scale = None
+    if q[0].scale is not None and q[1].scale is not None:
+        scale = torch.cat([q[0].scale, q[1].scale], dim=1).t().contiguous()
+    quantized = QuantizedRows(_cat_bytes(q[0].data, q[1].data), scale, k_major=True)
+    weighted = (act * weight[:, None]).to(torch.bfloat16)
+    return SwigluGrads(quantized, d_gate_up.to(torch.bfloat16), weighted, block_dot(dh, act))
+
+
+def _cat_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.cat([_bytes(a), _bytes(b)], dim=1).view(a.dtype)
+
+
+def block_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """sum over channels of a * b, fp32 [rows], in the recipe's order.
+
+    Inside 128 channels the upper half is folded onto the lower one until one value is left (64, 32, 16, 8, 4, 2, 1); the
+    blocks are then added ascending.
+    """
+    rows, channels = a.shape
+    product = torch.nn.functional.pad(a * b, (0, -channels % BLOCK)).view(rows, -1, BLOCK)
+    while product.shape[2] > 1:
+        half = product.shape[2] // 2
+        product = product[:, :, :half] + product[:, :, half:]
+    total = torch.zeros(rows, dtype=torch.float32, device=a.device)
+    for block in range(product.shape[1]):
+        total = total + product[:, block, 0]
+    return total
