@@ -1,7 +1,7 @@
 """Quantisation to e4m3 in torch: 1x128 activations, 128x128 weights, and back. The rules all backends follow.
 
-A block v with s = fl32(max(amax, 2^-100) * fl32(1/448)) and inv = fl32(1 / s) becomes q = e4m3(fl32(v * inv)), rounded to
-nearest even and saturated to +-448. amax ignores NaN, so a NaN element becomes the NaN byte and its neighbours stay; an
+A block v with s = fl32(max(amax, 2^-100) * fl32(1/448)) and inv = fl32(1 / s) becomes q = e4m3(fl32(v * inv)), rounded
+to nearest even and saturated to +-448. amax ignores NaN, so a NaN element becomes the NaN byte and its neighbours stay; an
 Inf makes s infinite, and with it every element of its block NaN once dequantised.
 """
 
@@ -30,11 +30,14 @@ class QuantizedRows:
         data: [rows, channels], e4m3, or bf16 when the recipe has no scales.
         scale: fp32 [rows, ceil(channels / 128)], or with `k_major` its transpose; None for bf16.
         k_major: whether `scale` is [ceil(channels / 128), rows], the layout of a pool.
+        groups: how many matrices stand side by side along the channels, each with blocks of its own (2 for the gradients
+            of gate and up): it only matters where channels / groups is not a multiple of 128.
     """
 
     data: torch.Tensor
     scale: torch.Tensor | None
     k_major: bool = False
+    groups: int = 1
 
     def scale_row_major(self) -> torch.Tensor | None:
         """The scales as [rows, blocks], whatever their layout."""
@@ -45,8 +48,7 @@ class QuantizedRows:
         scale = self.scale_row_major()
         if scale is None:
             return self.data.to(dtype)
-        per_channel = scale.repeat_interleave(BLOCK, 1)[:, : self.data.shape[1]]
-        return (self.data.float() * per_channel).to(dtype)
+        return (self.data.float() * scale[:, block_of(self.data.shape[1], self.groups, scale.device)]).to(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +58,8 @@ class QuantizedWeight:
     Attributes:
         data: [E, N, K], e4m3, or bf16 when the recipe has no scales.
         scale: fp32 [E, row_groups * ceil(N / row_groups / 128), ceil(K / 128)], or None for bf16.
-        row_groups: how many matrices are stacked along N, each with a scale grid of its own (2 for gate and up): it only
-            matters where N / row_groups is not a multiple of 128.
+        row_groups: how many matrices are stacked along N, each with a scale grid of its own (2 for gate and up): it
+            only matters where N / row_groups is not a multiple of 128.
         col_groups: the same along K, for the transposed copy.
     """
 
@@ -91,6 +93,12 @@ def block_of(size: int, groups: int, device: torch.device | None = None) -> torc
     each = size // groups
     row = torch.arange(size, device=device)
     return row // each * ceil_div(each, BLOCK) + row % each // BLOCK
+
+
+def block_ranges(size: int, groups: int) -> list[tuple[int, int]]:
+    """(begin, end) of each block of 128 along a dimension of `groups` stacked matrices, ascending."""
+    each = size // groups
+    return [(g + i, min(g + i + BLOCK, g + each)) for g in range(0, size, each) for i in range(0, each, BLOCK)]
 
 
 def scale_of(amax: torch.Tensor, scale_format: Literal["fp32", "pow2"]) -> torch.Tensor:

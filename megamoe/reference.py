@@ -1,8 +1,8 @@
 """The layer written as its maths, forward and backward: the oracle in fp64, and the recipe's emulation in fp32.
 
-One text serves both. `Exact` rounds nothing (fp64 in, fp64 out, passes gradcheck); `Rounded` rounds where the recipe
-says. Slots are visited expert by expert, rows of an expert in (token, slot) order. It is made to be read and to judge the
-other backends, not to be fast.
+The oracle rounds nothing (fp64 in, fp64 out, passes gradcheck); the emulation rounds where the recipe says, stage by
+stage, with `torch_steps`. Both visit slots expert by expert, rows of an expert in (token, slot) order. They are made to
+be read and to judge the other backends, not to be fast.
 """
 
 from __future__ import annotations
@@ -70,14 +70,17 @@ def oracle_forward(inputs: Inputs, clamp: float | None = None) -> Forward:
     """
     x, p, w13, w2 = _double(inputs)
     out = torch.zeros_like(x)
-    gate_ups, hs, ys = [], [], []
+    gate_ups: list[torch.Tensor] = []
+    hs: list[torch.Tensor] = []
+    ys: list[torch.Tensor] = []
     for e, token, slot in routed(inputs.topk_ids_TK):
         gate_up = x[token] @ w13[e].t()
         gate, up = _clamp(gate_up, clamp)
         h = torch.nn.functional.silu(gate) * up * p[token, slot][:, None]
         y = h @ w2[e].t()
         out = out.index_add(0, token, y)
-        gate_ups.append(gate_up), hs.append(h), ys.append(y)
+        for stage, value in ((gate_ups, gate_up), (hs, h), (ys, y)):
+            stage.append(value)
     return Forward(out, _cat(gate_ups, x, w13.shape[1]), _cat(hs, x, w2.shape[2]), _cat(ys, x, x.shape[1]))
 
 

@@ -1,8 +1,8 @@
 """The routing plan: from the expert ids of all ranks to the order of rows, a pure function of the routing.
 
 Rows of a rank are sorted by (local expert, source rank, source token, slot); each expert's segment is rounded up to
-`alignment` rows. Positions come from prefix sums and never from arrival order, so forward, backward and every repeat see
-the same rows in the same places.
+`alignment` rows. Positions come from prefix sums and never from arrival order, so forward, backward and every repeat
+see the same rows in the same places.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def make_plan(
         The plan, on the device of the ids.
 
     Raises:
-        MegaMoETypeError, MegaMoEValueError: ids outside the contract. CapacityError: more rows than `num_rows` on a rank.
+        MegaMoETypeError, MegaMoEValueError: ids outside the contract.
+        CapacityError: more rows than `num_rows` on a rank.
     """
     if not topk_ids:
         raise MegaMoEValueError(expected("topk_ids", "one tensor for each rank", "none"))

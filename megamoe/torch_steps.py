@@ -1,9 +1,10 @@
-"""The steps of the layer in plain torch: the exact emulation of the recipe, on CPU or GPU, and the contract of the steps.
+"""The steps of the layer in plain torch: the exact emulation of the recipe, and the contract every step keeps.
 
 `megamoe.triton_kernels` offers the same names with the same signatures. Sums that the recipe rounds once are formed in
 fp64, where they are exact for e4m3 operands, so a row's result never depends on the rows beside it.
 
-Letters: P rows of a pool, N and K the output and contraction dimension of a GEMM, E local experts, I the intermediate size.
+Letters: P rows of a pool, N and K the output and contraction dimension of a GEMM, E local experts, I the intermediate
+size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megamoe.quantize import QuantizedRows, QuantizedWeight, quantize_rows, quantize_weight
+from megamoe.quantize import QuantizedRows, QuantizedWeight, block_ranges, quantize_rows, quantize_weight
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan, make_plan
 
@@ -120,7 +121,7 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """m-grouped GEMM: out[r] = weight[e(r)] @ rows[r], with e(r) the expert whose segment holds row r.
 
-    k-blocks of 128 ascending, acc = fma(partial, fl32(sA * sB), acc) in fp32; bf16 operands without scales accumulate plainly.
+    k-blocks of 128 ascending, acc = fma(partial, fl32(sA * sB), acc) in fp32; operands without scales accumulate plainly.
 
     Args:
         rows: [P, K], scales k-major.
@@ -139,8 +140,8 @@ def grouped_gemm(
             out[begin:end] = (a @ b.t()).float().to(out_dtype)
             continue
         acc = torch.zeros(end - begin, b.shape[0], dtype=torch.float32, device=a.device)
-        for block, k in enumerate(range(0, a.shape[1], BLOCK)):
-            partial = (a[:, k : k + BLOCK] @ b[:, k : k + BLOCK].t()).float()
+        for block, (k, k_end) in enumerate(block_ranges(a.shape[1], rows.groups)):
+            partial = (a[:, k:k_end] @ b[:, k:k_end].t()).float()
             s = row_scale[begin:end, block, None] * scale[e, :, k]
             acc = (partial.double() * s.double() + acc.double()).float()  # a fused multiply-add
         out[begin:end] = acc.to(out_dtype)
@@ -246,7 +247,7 @@ def swiglu_backward(dh: torch.Tensor, gate_up: torch.Tensor, weight: torch.Tenso
     scale = None
     if q[0].scale is not None and q[1].scale is not None:
         scale = torch.cat([q[0].scale, q[1].scale], dim=1).t().contiguous()
-    quantized = QuantizedRows(_cat_bytes(q[0].data, q[1].data), scale, k_major=True)
+    quantized = QuantizedRows(_cat_bytes(q[0].data, q[1].data), scale, k_major=True, groups=2)
     weighted = (act * weight[:, None]).to(torch.bfloat16)
     return SwigluGrads(quantized, d_gate_up.to(torch.bfloat16), weighted, block_dot(dh, act))
 
@@ -258,8 +259,8 @@ def _cat_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def block_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """sum over channels of a * b, fp32 [rows], in the recipe's order.
 
-    Inside 128 channels the upper half is folded onto the lower one until one value is left (64, 32, 16, 8, 4, 2, 1); the
-    blocks are then added ascending.
+    Inside 128 channels the upper half is folded onto the lower one until one value is left (64, 32, 16, 8, 4, 2, 1);
+    the blocks are then added ascending.
     """
     rows, channels = a.shape
     product = torch.nn.functional.pad(a * b, (0, -channels % BLOCK)).view(rows, -1, BLOCK)
