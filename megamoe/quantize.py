@@ -1,8 +1,8 @@
 """Quantisation to e4m3 in torch: 1x128 activations, 128x128 weights, and back. The rules all backends follow.
 
 A block v with s = fl32(max(amax, 2^-100) * fl32(1/448)) and inv = fl32(1 / s) becomes q = e4m3(fl32(v * inv)), rounded
-to nearest even and saturated to +-448. amax ignores NaN, so a NaN element becomes the NaN byte and its neighbours stay; an
-Inf makes s infinite, and with it every element of its block NaN once dequantised.
+to nearest even and saturated to +-448. amax ignores NaN, so a NaN element becomes the NaN byte and its neighbours stay;
+an Inf makes s infinite, and with it every element of its block NaN once dequantised.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class QuantizedRows:
         data: [rows, channels], e4m3, or bf16 when the recipe has no scales.
         scale: fp32 [rows, ceil(channels / 128)], or with `k_major` its transpose; None for bf16.
         k_major: whether `scale` is [ceil(channels / 128), rows], the layout of a pool.
-        groups: how many matrices stand side by side along the channels, each with blocks of its own (2 for the gradients
-            of gate and up): it only matters where channels / groups is not a multiple of 128.
+        groups: how many matrices stand side by side along the channels, each with blocks of its own (2 for the
+            gradients of gate and up): it only matters where channels / groups is not a multiple of 128.
     """
 
     data: torch.Tensor

@@ -121,7 +121,7 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """m-grouped GEMM: out[r] = weight[e(r)] @ rows[r], with e(r) the expert whose segment holds row r.
 
-    k-blocks of 128 ascending, acc = fma(partial, fl32(sA * sB), acc) in fp32; operands without scales accumulate plainly.
+    k-blocks of 128 ascending, acc = fma(partial, fl32(sA * sB), acc) in fp32; without scales a plain fp32 sum.
 
     Args:
         rows: [P, K], scales k-major.
