@@ -39,7 +39,7 @@ class ReadRequest:
     """One tensor to read: `rows` = (start, stop) on its first dimension or None for all; `sink` copies it away."""
 
     key: str
-    sink: Callable[[torch.Tensor], None]
+    sink: Callable[[torch.Tensor], object]
     rows: tuple[int, int] | None = None
 
 
@@ -90,8 +90,8 @@ class CheckpointSource:
 
         Args:
             requests: in any order; a shard is visited once.
-            window_bytes: bytes read through one mapping before it is dropped; bounds resident memory to this much, or to
-                one tensor if that is larger.
+            window_bytes: bytes read through one mapping before it is dropped; bounds resident memory to this much
+                plus one tensor.
 
         Raises:
             CheckpointError: a shard became unreadable since its header was checked.
@@ -100,14 +100,19 @@ class CheckpointSource:
         for request in requests:
             by_file[self.file_of[request.key]].append(request)
         for file, wanted in sorted(by_file.items()):
-            pending = iter(wanted)
-            request = next(pending, None)
-            while request is not None:
+            done = 0
+            while done < len(wanted):
                 touched = 0
                 with _open(self.folder, file) as shard:
-                    while request is not None and (touched == 0 or touched < window_bytes):
-                        touched += _read_one(shard, file, request)
-                        request = next(pending, None)
+                    while done < len(wanted) and touched <= window_bytes:
+                        touched += _read_one(shard, file, wanted[done])
+                        done += 1
+
+    def tensor(self, key: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """One tensor, as a copy that no longer depends on the file."""
+        copies: list[torch.Tensor] = []
+        self.read([ReadRequest(key, lambda stored: copies.append(stored.to(device, copy=True)))])
+        return copies[0]
 
     def _check_contents(self, file: str, wanted: list[str], held: set[str], prefix: str) -> None:
         missing = sorted(set(wanted) - held)
@@ -135,9 +140,9 @@ def open_source(path: str | Path, *, allow_links: bool = False) -> CheckpointSou
         A CheckpointSource.
 
     Raises:
-        CheckpointError: nothing there; several files and no index, or several indexes; an index that is no JSON object of
-            names, names a file outside the folder, or one that does not exist; a `.safetensors` file that the index does
-            not name; a link out of the folder.
+        CheckpointError: nothing there; several files and no index, or several indexes; an index that is no JSON object
+            of names, names a file outside the folder, or one that does not exist; a `.safetensors` file that the index
+            does not name; a link out of the folder.
     """
     path = Path(path)
     if path.is_file():
@@ -196,7 +201,8 @@ def _read_index(folder: Path, index: str, allow_links: bool) -> dict[str, str]:
     if size > MAX_INDEX_BYTES:
         raise CheckpointError(f"{index}: expected an index of at most {MAX_INDEX_BYTES} bytes, got {size}.")
     try:
-        content = json.loads((folder / index).read_bytes(), object_pairs_hook=lambda pairs: _no_duplicates(index, pairs))
+        text = (folder / index).read_bytes().decode()
+        content = json.loads(text, object_pairs_hook=lambda pairs: _no_duplicates(index, pairs))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{index}: expected JSON, got {type(error).__name__} ({str(error)[:120]}).") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None

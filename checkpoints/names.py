@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,9 +27,9 @@ class NameTable:
     Attributes:
         name: how the scheme is called in messages.
         prefix: what all names of a layer start with; `{layer}` stands for its number.
-        roles: role -> name after the prefix; `{expert}` stands for the expert's number. Roles of weights are gate, up, down
-            (per expert), gate_up, down (packed), shared_gate, shared_up, shared_down; with `_scale` appended, of their
-            scales; router, correction_bias and tid2eid (token id to expert ids) of the router.
+        roles: role -> name after the prefix; `{expert}` stands for the expert's number. Roles of weights are gate, up,
+            down (per expert), gate_up, down (packed), shared_gate, shared_up, shared_down; with `_scale` appended, of
+            their scales; router, correction_bias and tid2eid (token id to expert ids) of the router.
         is_packed: all experts lie in one tensor [E, 2I, H] and one [E, H, I].
     """
 
@@ -62,6 +63,8 @@ class Family:
     correction_bias: Need
     shared: Need
     tid2eid: Need = "absent"
+    one_of: tuple[str, ...] = ()
+    """Roles of which a layer has at least one."""
 
 
 def _match(template: str, key: str) -> dict[str, int] | None:
@@ -135,12 +138,18 @@ FAMILIES: dict[str, Family] = {
     "glm-5": _BIASED,
     "qwen3-moe": Family(PER_EXPERT, correction_bias="absent", shared="absent"),
     "packed": Family(PACKED, correction_bias="optional", shared="optional", tid2eid="optional"),
-    "deepseek-v4": Family(FFN, correction_bias="optional", shared="required", tid2eid="optional"),
+    "deepseek-v4": Family(
+        FFN,
+        correction_bias="optional",
+        shared="required",
+        tid2eid="optional",
+        one_of=("correction_bias", "tid2eid"),
+    ),
 }
 """Families by name. `packed` are the names of transformers' own modules, whatever the model."""
 
 
-def family_of(name: str, layer: int, keys: set[str]) -> tuple[str, Family]:
+def family_of(name: str, layer: int, keys: Iterable[str]) -> tuple[str, Family]:
     """The family to read a layer with.
 
     Args:
@@ -158,6 +167,7 @@ def family_of(name: str, layer: int, keys: set[str]) -> tuple[str, Family]:
         if name not in FAMILIES:
             raise CheckpointError(f"family: expected 'auto' or one of {', '.join(FAMILIES)}, got {name!r}.")
         return name, FAMILIES[name]
+    keys = list(keys)
     fitting = []
     for table in TABLES:
         roles = {parsed.role for key in keys if (parsed := _of_layer(table, key, layer)) is not None}

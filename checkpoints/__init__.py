@@ -1,0 +1,20 @@
+"""MoE layers in and out of safetensors checkpoints. Imports torch and safetensors only.
+
+`load_moe_layer` reads one layer and returns plain tensors; `convert_to_fp8` writes FP8 shards from a bf16 checkpoint.
+"""
+
+from checkpoints.convert import convert_to_fp8, is_expert_weight
+from checkpoints.errors import CheckpointError
+from checkpoints.layouts import ExpertGroup, MoELayerTensors
+from checkpoints.load import load_moe_layer
+from checkpoints.names import FAMILIES
+
+__all__ = [
+    "FAMILIES",
+    "CheckpointError",
+    "ExpertGroup",
+    "MoELayerTensors",
+    "convert_to_fp8",
+    "is_expert_weight",
+    "load_moe_layer",
+]

@@ -1,0 +1,102 @@
+"""Writing FP8 shards from a bf16 checkpoint, with the project's quantiser, from a model that transformers saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import CheckpointError, convert_to_fp8, load_moe_layer
+from megamoe.quantize import quantize_weight
+from megamoe.recipe import Recipe
+from tests.support.toy_checkpoint import Toy, per_expert, same_bytes, write_shards
+
+
+def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q = quantize_weight(w[None], Recipe())
+    return q.data[0], q.scale[0]
+
+
+@pytest.fixture(scope="module")
+def hf_model():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=128,
+        moe_intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        n_shared_experts=2,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=1,
+    )
+    return transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+
+
+def test_model_saved_by_transformers_converted_and_loaded(tmp_path: Path, hf_model) -> None:
+    hf_model.save_pretrained(tmp_path / "bf16", max_shard_size="500KB")
+    keys = convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize)
+    assert len(keys) == 3 * (4 + 1)
+    moe = hf_model.model.layers[1].mlp
+    plain = load_moe_layer(tmp_path / "bf16", 1)
+    assert torch.equal(plain.w13_E2IH, moe.experts.gate_up_proj) and torch.equal(plain.w2_EHI, moe.experts.down_proj)
+    assert torch.equal(plain.router_weight, moe.gate.weight)
+    assert torch.equal(plain.shared.w2[0], moe.shared_experts.down_proj.weight)
+    for rank in range(2):
+        got = load_moe_layer(tmp_path / "fp8", 1, rank=rank, num_ranks=2)
+        w13 = quantize_weight(moe.experts.gate_up_proj[2 * rank : 2 * rank + 2], Recipe(), row_groups=2)
+        assert same_bytes(got.w13_E2IH, w13.data) and same_bytes(got.w13_scale, w13.scale)
+        assert got.shared.w13.shape == (1, 2 * 2 * 192, 256) and got.shared.w13_scale.shape == (1, 6, 2)
+
+
+def test_everything_else_is_copied(tmp_path: Path, hf_model) -> None:
+    hf_model.save_pretrained(tmp_path / "bf16", max_shard_size="500KB")
+    keys = set(convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize))
+
+    def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+        return {key: t for path in folder.glob("*.safetensors") for key, t in load_file(path).items()}
+
+    before, after = all_tensors(tmp_path / "bf16"), all_tensors(tmp_path / "fp8")
+    assert set(after) == set(before) | {f"{key}_scale_inv" for key in keys}
+    assert all(same_bytes(before[key], after[key]) for key in before if key not in keys)
+    index = json.loads((tmp_path / "fp8" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(after)
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    assert "model.layers.1.mlp.gate" in config["quantization_config"]["modules_to_not_convert"]
+    assert not any(".experts." in name for name in config["quantization_config"]["modules_to_not_convert"])
+
+
+def test_refusals(tmp_path: Path) -> None:
+    write_shards(tmp_path / "bf16", per_expert(Toy(scale=None)))
+    write_shards(tmp_path / "fp8", per_expert(Toy()))
+    save_file({"model.embed.weight": torch.zeros(2, 2)}, tmp_path / "one.safetensors")
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match=r"target_folder: expected a new or empty folder"):
+        convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize)
+    with pytest.raises(CheckpointError, match=r"select: .* got 'model.layers.3.mlp.experts.0.down_proj.weight'"):
+        convert_to_fp8(tmp_path / "fp8", out, quantize)
+    with pytest.raises(CheckpointError, match=r"select: .* got nothing selected"):
+        convert_to_fp8(tmp_path / "one.safetensors", out, quantize)
+    with pytest.raises(CheckpointError, match=r"select: .* got '.*e_score_correction_bias'"):
+        convert_to_fp8(tmp_path / "bf16", out, quantize, select=lambda key: key.endswith("bias"))
+    assert not out.exists()
+    with pytest.raises(CheckpointError, match=r"quantize: expected float8_e4m3fn and fp32 scales, got torch.bfloat16"):
+        convert_to_fp8(tmp_path / "bf16", out, lambda w: (w, quantize(w)[1]))
+    with pytest.raises(CheckpointError, match=r"quantize: expected scales of shape \(2, 2\) for .*down_proj"):
+        convert_to_fp8(tmp_path / "bf16", tmp_path / "out2", lambda w: (quantize(w)[0], quantize(w)[1][:1]))
+    assert not list(out.glob("*.index.json"))
