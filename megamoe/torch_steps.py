@@ -263,7 +263,7 @@ def block_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     the blocks are then added ascending.
     """
     rows, channels = a.shape
-    product = torch.nn.functional.pad(a * b, (0, -channels % BLOCK)).view(rows, -1, BLOCK)
+    product = torch.nn.functional.pad(a * b, (0, -channels % BLOCK)).view(rows, -(-channels // BLOCK), BLOCK)
     while product.shape[2] > 1:
         half = product.shape[2] // 2
         product = product[:, :, :half] + product[:, :, half:]

@@ -1,0 +1,81 @@
+"""The command line: `megamoe <command>`. Each command is a module that is imported only when it is run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import sys
+from collections.abc import Sequence
+
+from megamoe._version import __version__
+from megamoe.errors import MegaMoEError
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A module with `add_arguments(parser)` and a function that takes the parsed arguments and returns the status."""
+
+    module: str
+    function: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "verify": Command("megamoe.cli.verify", "verify_main", "compare every stage of the layer with the fp64 oracle"),
+    "info": Command("megamoe.cli.info", "info_main", "versions, devices, and which backend runs here or why not"),
+}
+
+
+def build_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one command; imports its module."""
+    command = COMMANDS[name]
+    module = importlib.import_module(command.module)
+    parser = argparse.ArgumentParser(prog=f"megamoe {name}", description=module.__doc__)
+    module.add_arguments(parser)
+    return parser
+
+
+def usage() -> str:
+    """The help text of `megamoe` itself."""
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: megamoe <command> [options]",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "megamoe <command> --help tells its options.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: command and options; None: those of the process.
+
+    Returns:
+        The exit status: 0 for success, 1 where a gate failed or the layer refused, 2 for a wrong command line.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"megamoe {__version__}")
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"command: expected one of {', '.join(COMMANDS)}, got {name!r}.\n\n{usage()}", file=sys.stderr)
+        return 2
+    parsed = build_parser(name).parse_args(arguments[1:])
+    function = getattr(importlib.import_module(COMMANDS[name].module), COMMANDS[name].function)
+    try:
+        return int(function(parsed))
+    except MegaMoEError as error:
+        print(f"megamoe {name}: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,141 @@
+"""Random problems for `megamoe verify`, the benchmarks and the tests: tokens, routing, weights and upstream gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+import torch
+
+from megamoe.errors import MegaMoEValueError, expected
+from megamoe.reference import Inputs
+from megamoe.routing_plan import experts_per_rank
+
+Routing = Literal["uniform", "zipf", "one_expert", "first_rank", "masked", "duplicates"]
+ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProblemSpec:
+    """What to draw.
+
+    Attributes:
+        num_tokens: T of each rank; one entry a rank, which may be 0.
+        hidden: H. intermediate: I. num_experts: E over all ranks. top_k: K.
+        routing: "uniform": K different experts a token, the last expert never (where E > K); "zipf": popularity
+            1 / rank, E / 8 experts never; "one_expert": all slots to expert 0; "first_rank": only experts of rank 0;
+            "masked": uniform with 30 % of the slots and every fifth token's whole row without an expert;
+            "duplicates": drawn with repetition, every third token names one expert K times.
+        seed: of everything; the same problem for every backend, device and number of ranks with the same total T.
+    """
+
+    num_tokens: tuple[int, ...] = (48,)
+    hidden: int = 256
+    intermediate: int = 128
+    num_experts: int = 8
+    top_k: int = 2
+    routing: Routing = "uniform"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (self.hidden, self.intermediate, self.top_k)
+        if min(sizes) < 1 or not self.num_tokens or min(self.num_tokens) < 0:
+            raise MegaMoEValueError(
+                expected("num_tokens, hidden, intermediate, top_k", "positive sizes, T >= 0 for each rank", self)
+            )
+        experts_per_rank(self.num_experts, self.num_ranks)
+        if self.routing not in ROUTINGS:
+            raise MegaMoEValueError(expected("routing", f"one of {', '.join(ROUTINGS)}", repr(self.routing)))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.num_tokens)
+
+    def __str__(self) -> str:
+        tokens = ",".join(str(t) for t in self.num_tokens)
+        return (
+            f"R={self.num_ranks} T={tokens} H={self.hidden} I={self.intermediate} E={self.num_experts} "
+            f"K={self.top_k} {self.routing} seed={self.seed}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The inputs of one call on R ranks; lists have one entry a rank.
+
+    Attributes:
+        spec: what was drawn.
+        xs: bf16 [T_r, H]. topk_ids: int64 [T_r, K]. topk_weights: fp32 [T_r, K]. douts: bf16 [T_r, H].
+        w13_E2IH, w2_EHI: bf16, of all experts.
+    """
+
+    spec: ProblemSpec
+    xs: list[torch.Tensor]
+    topk_ids: list[torch.Tensor]
+    topk_weights: list[torch.Tensor]
+    douts: list[torch.Tensor]
+    w13_E2IH: torch.Tensor
+    w2_EHI: torch.Tensor
+
+    def global_inputs(self) -> Inputs:
+        """The same call on one rank that holds every token: what the oracle and the emulation take."""
+        return Inputs(
+            torch.cat(self.xs), torch.cat(self.topk_ids), torch.cat(self.topk_weights), self.w13_E2IH, self.w2_EHI
+        )
+
+    def to(self, device: torch.device | str) -> Problem:
+        """The same numbers on another device."""
+        lists = [[v.to(device) for v in values] for values in (self.xs, self.topk_ids, self.topk_weights, self.douts)]
+        return Problem(self.spec, *lists, self.w13_E2IH.to(device), self.w2_EHI.to(device))
+
+
+def make_problem(spec: ProblemSpec, device: torch.device | str = "cpu") -> Problem:
+    """Draw a problem of unit scale, so that out and all gradients are O(1).
+
+    Args:
+        spec: sizes, routing and seed.
+        device: where the tensors end; they are drawn on the CPU, so that the numbers don't depend on it.
+
+    Returns:
+        The problem.
+    """
+    generator = torch.Generator().manual_seed(spec.seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).bfloat16()
+
+    total, h, i, e = sum(spec.num_tokens), spec.hidden, spec.intermediate, spec.num_experts
+    x, dout = normal(total, h), normal(total, h)
+    w13, w2 = normal(e, 2 * i, h, scale=h**-0.5), normal(e, h, i, scale=i**-0.5)
+    ids = draw_topk_ids(spec, generator)
+    weights = torch.rand(total, spec.top_k, generator=generator) + 0.1
+    weights = weights / weights.sum(1, keepdim=True)
+    split = lambda v: [part.clone() for part in v.split(list(spec.num_tokens))]  # noqa: E731
+    return Problem(spec, split(x), split(ids), split(weights), split(dout), w13, w2).to(device)
+
+
+def draw_topk_ids(spec: ProblemSpec, generator: torch.Generator) -> torch.Tensor:
+    """Expert ids of all tokens of all ranks, int64 [sum of T, K]; see ProblemSpec.routing."""
+    total, e, k = sum(spec.num_tokens), spec.num_experts, spec.top_k
+    if spec.routing == "one_expert":
+        return torch.zeros(total, k, dtype=torch.int64)
+    usable = e
+    popularity = torch.ones(e)
+    if spec.routing == "first_rank":
+        usable = e // spec.num_ranks
+    elif spec.routing == "zipf":
+        usable = e - e // 8
+        popularity = 1.0 / torch.arange(1, e + 1)
+    elif e > k:
+        usable = e - 1
+    popularity[usable:] = 0.0
+    repeat = spec.routing == "duplicates" or usable < k
+    if not total:
+        return torch.empty(0, k, dtype=torch.int64)
+    ids = torch.multinomial(popularity.expand(total, e), k, replacement=repeat, generator=generator)
+    if spec.routing == "duplicates":
+        ids[::3] = ids[::3, :1]
+    if spec.routing == "masked":
+        ids[torch.rand(total, k, generator=generator) < 0.3] = -1
+        ids[::5] = -1
+    return ids

@@ -1,0 +1,37 @@
+"""The recipe: frozen, hashable, and refusing what it cannot mean."""
+
+import dataclasses
+
+import pytest
+
+import megamoe
+from megamoe.errors import MegaMoEValueError
+from megamoe.recipe import Recipe
+
+
+def test_defaults_are_the_documented_ones():
+    assert Recipe() == Recipe(precision="fp8", scale_format="fp32", clamp=None)
+    assert megamoe.Recipe is Recipe
+
+
+def test_is_a_cache_key():
+    keys = {Recipe(), Recipe("bf16"), Recipe(scale_format="pow2"), Recipe(clamp=10.0), Recipe(clamp=7.0), Recipe()}
+    assert len(keys) == 5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Recipe().clamp = 1.0
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"precision": "fp4"}, "precision: expected 'fp8' or 'bf16', got 'fp4'"),
+        ({"scale_format": "e8m0"}, "scale_format: expected 'fp32' or 'pow2', got 'e8m0'"),
+        ({"clamp": 0.0}, "clamp: expected a positive finite limit or None, got 0.0"),
+        ({"clamp": -1.0}, "clamp: expected a positive finite limit or None, got -1.0"),
+        ({"clamp": float("inf")}, "clamp: expected a positive finite limit or None, got inf"),
+        ({"clamp": float("nan")}, "clamp: expected a positive finite limit or None, got nan"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(MegaMoEValueError, match=message):
+        Recipe(**arguments)
