@@ -1,4 +1,4 @@
-"""Random problems for `megamoe verify`, the benchmarks and the tests: tokens, routing, weights and upstream gradients."""
+"""Random problems for `megamoe verify`, the benchmarks and the tests: tokens, routing, weights, upstream gradients."""
 
 from __future__ import annotations
 

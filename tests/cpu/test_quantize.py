@@ -1,4 +1,4 @@
-"""Quantisation against the rules written down value by value: scales, rounding, saturation, NaN, Inf, partial blocks."""
+"""Quantisation against the rules, value by value: scales, rounding, saturation, NaN, Inf, partial blocks."""
 
 import bisect
 import math
