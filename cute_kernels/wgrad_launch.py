@@ -1,0 +1,271 @@
+"""Launches the wgrad kernels on torch tensors: the task queue, the transposed copies, the GEMMs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .compile import compiled
+from .wgrad_config import TransposeConfig, WgradConfig
+
+MAX_EXPERTS = 1024
+EVERYTHING = 1 << 30  # tasks a CTA may take: all that are left
+_OUT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True)
+class WgradQueue:
+    """What the wgrad GEMMs of one backward pass share; made by `plan_wgrad`.
+
+    offs, counts  int32 [E + 1], [E] on the device: aligned segments, real rows
+    order         int32 [E]: experts by rows, descending
+    cursors       int32 [n]: one per GEMM; a GEMM uses its cursor up
+    block_rows    int32 [P / 128]: real rows of each block of 128
+    """
+
+    offs: torch.Tensor
+    counts: torch.Tensor
+    order: torch.Tensor
+    cursors: torch.Tensor
+    block_rows: torch.Tensor
+
+
+# ---------------------------------------------------------------- compiling
+
+
+def _fake(dtype, *shape):
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
+
+
+def _fake_stream(ffi: bool):
+    from cutlass.runtime import make_fake_stream
+
+    return make_fake_stream(use_tvm_ffi_env_stream=True) if ffi else make_fake_stream()
+
+
+def build_plan(ffi: bool = True):
+    """(kernel, fake arguments) of the plan kernel."""
+    from cutlass import Int32, cute
+
+    from .wgrad_plan import WgradPlan
+
+    e = cute.sym_int()
+    vectors = [_fake(Int32, n) for n in (cute.sym_int(), e, e, cute.sym_int(), cute.sym_int())]
+    return WgradPlan(), (*vectors, _fake_stream(ffi))
+
+
+def build_transpose(config: TransposeConfig, ffi: bool = True):
+    """(kernel, fake arguments) of `QuantizeTransposed` for a `TransposeConfig`."""
+    from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, cute
+
+    from .wgrad_transpose import QuantizeTransposed
+
+    rows, blocks, width = cute.sym_int(divisibility=128), cute.sym_int(), config.width
+    x = _fake(BFloat16 if config.source == "bf16" else Float8E4M3FN, rows, width)
+    scales = _fake(Float32, width // 128, rows) if config.source == "fp8" else None
+    s = _fake(Float32, blocks, -(-width // 256), 4) if config.square else _fake(Float32, blocks, width)
+    q = _fake(Float8E4M3FN, blocks, width, 128)
+    return QuantizeTransposed(config), (x, scales, _fake(Int32, blocks), q, s, _fake_stream(ffi))
+
+
+def build_gemm(config: WgradConfig, ffi: bool = True):
+    """(kernel, fake arguments) of the GEMM for a `WgradConfig`."""
+    from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, cute
+
+    from .wgrad import WgradBf16
+    from .wgrad_fp8 import WgradFp8
+
+    e = cute.sym_int()
+    out = _fake(Float32 if config.out_dtype == "float32" else BFloat16, cute.sym_int(divisibility=128), config.N)
+    shared = (_fake(Int32, cute.sym_int()), _fake(Int32, e), _fake(Int32, e), _fake(Int32, 1), out)
+    shared += (Int32(1), Int32(1), _fake_stream(ffi))
+    if config.precision == "bf16":
+        rows = cute.sym_int(divisibility=128)
+        return WgradBf16(config), (_fake(BFloat16, rows, config.M), _fake(BFloat16, rows, config.N), *shared)
+    blocks = cute.sym_int()
+    operands = (_fake(Float8E4M3FN, blocks, config.M, 128), _fake(Float8E4M3FN, blocks, config.N, 128))
+    scales = (_fake(Float32, blocks, config.M), _fake(Float32, blocks, config.n_tiles, 4))
+    return WgradFp8(config), (*operands, *scales, *shared)
+
+
+# ---------------------------------------------------------------- checking
+
+
+def _expect(name: str, x: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    """What is wrong with a tensor's shape, type and layout."""
+    wrong = []
+    if tuple(x.shape) != shape:
+        wrong.append(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        wrong.append(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    if not x.is_contiguous():
+        wrong.append(f"{name}: expected a contiguous tensor, got strides {x.stride()}. Call .contiguous().")
+    return wrong
+
+
+def _raise(wrong: list[str], **tensors: torch.Tensor) -> None:
+    """Raises all violations at once; where the tensors live comes last."""
+    if not wrong:
+        wrong = [f"{n}: expected a CUDA tensor, got one on {x.device}" for n, x in tensors.items() if not x.is_cuda]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---------------------------------------------------------------- launching
+
+
+def plan_wgrad(offs: torch.Tensor, counts: torch.Tensor, num_rows: int, num_gemms: int = 2) -> WgradQueue:
+    """Sorts the experts and sets the cursors to zero.
+
+    Args:
+        offs: int32 [E + 1] on the device, first row of each expert's segment; segments are multiples of 128 rows.
+        counts: int32 [E] on the device, real rows of each expert, at the start of its segment.
+        num_rows: rows P of the pool, a multiple of 128.
+        num_gemms: how many GEMMs will draw from this queue, each from its own cursor.
+
+    Effects: one kernel on the current stream, a few microseconds; no host sync; graph-safe. A queue serves each of its
+    cursors once; plan again for the next backward pass.
+    """
+    num_experts = counts.shape[0]
+    wrong = _expect("offs", offs, (num_experts + 1,), (torch.int32,))
+    wrong += _expect("counts", counts, (num_experts,), (torch.int32,))
+    if num_rows < 0 or num_rows % 128:
+        wrong.append(f"num_rows: expected a multiple of 128, got {num_rows}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        wrong.append(f"counts: expected 1 to {MAX_EXPERTS} experts, got {num_experts}")
+    _raise(wrong, offs=offs, counts=counts)
+    order, cursors, block_rows = (counts.new_empty(n) for n in (num_experts, num_gemms, num_rows // 128))
+    compiled("wgrad_plan", (), build_plan)(offs, counts, order, cursors, block_rows)
+    return WgradQueue(offs, counts, order, cursors, block_rows)
+
+
+def transpose_quantized(
+    x_PN: torch.Tensor, queue: WgradQueue, scales: torch.Tensor | None = None, square: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transposed e4m3 copy of a pool that the FP8 GEMM reads.
+
+    Args:
+        x_PN: [P, N] bf16, or e4m3 with `scales`; rows behind an expert's last one may hold anything.
+        queue: says which rows are real.
+        scales: fp32 [N / 128, P] of e4m3 rows.
+        square: False for the GEMM's A operand: one scale for 128 rows of a column. True for B: one for 128 x 128.
+
+    Returns: q [P / 128, N, 128] e4m3, and scales [P / 128, N], or [P / 128, ceil(N / 256), 4] (two used) if square.
+    Effects: one kernel on the current stream, no host sync; repeatable bit for bit. Blocks without
+    rows are not written.
+    """
+    rows, width = x_PN.shape
+    wrong = _expect("x_PN", x_PN, (queue.block_rows.shape[0] * 128, width), _sources(scales))
+    if width % 128 or width == 0:
+        wrong.append(f"x_PN: expected a width that is a multiple of 128, got {width}")
+    if scales is not None:
+        wrong += _expect("scales", scales, (width // 128, rows), (torch.float32,))
+    _raise(wrong, x_PN=x_PN)
+    blocks = rows // 128
+    q = x_PN.new_empty((blocks, width, 128), dtype=torch.float8_e4m3fn)
+    s = x_PN.new_empty((blocks, -(-width // 256), 4) if square else (blocks, width), dtype=torch.float32)
+    if blocks:
+        config = TransposeConfig(width, "bf16" if scales is None else "fp8", square)
+        kernel = compiled("wgrad_transpose", config, lambda: build_transpose(config))
+        kernel(x_PN, scales, queue.block_rows, q, s)
+    return q, s
+
+
+def _sources(scales: torch.Tensor | None) -> tuple[torch.dtype, ...]:
+    return (torch.bfloat16,) if scales is None else (torch.float8_e4m3fn,)
+
+
+def wgrad_bf16(
+    a_PM: torch.Tensor,
+    b_PN: torch.Tensor,
+    queue: WgradQueue,
+    out_EMN: torch.Tensor,
+    *,
+    cursor: int = 0,
+    accumulate: bool = False,
+    num_ctas: int | None = None,
+    tasks_per_cta: int | None = None,
+) -> torch.Tensor:
+    """out[e] = (or +=) sum over the real rows r of expert e of a[r] (outer) b[r], in fp32.
+
+    Args:
+        a_PM, b_PN: [P, M], [P, N] bf16 pools, M and N multiples of 128; pad rows may hold anything.
+        queue: from `plan_wgrad`; this call uses up its cursor number `cursor`.
+        out_EMN: [E, M, N] fp32 or bf16, contiguous.
+        accumulate: add to `out` (in fp32, rounded once) instead of overwriting it. Experts without rows: zeros when
+            overwriting, untouched when accumulating.
+        num_ctas: default one for each SM. They stay until the queue is empty, or for `tasks_per_cta` tasks each: then
+            num_ctas * tasks_per_cta must cover all of them.
+
+    Effects: one kernel on the current stream, no host sync; graph-safe; repeatable bit for bit, whatever the number
+    of CTAs. Returns `out_EMN`.
+    """
+    rows = queue.block_rows.shape[0] * 128
+    wrong = _expect("a_PM", a_PM, (rows, a_PM.shape[-1]), (torch.bfloat16,))
+    wrong += _expect("b_PN", b_PN, (rows, b_PN.shape[-1]), (torch.bfloat16,))
+    config = _config(a_PM.shape[-1], b_PN.shape[-1], "bf16", queue, out_EMN, accumulate, wrong)
+    _raise(wrong, a_PM=a_PM, b_PN=b_PN, out_EMN=out_EMN)
+    _launch(config, (a_PM, b_PN), queue, out_EMN, cursor, num_ctas, tasks_per_cta)
+    return out_EMN
+
+
+def wgrad_fp8(
+    a: tuple[torch.Tensor, torch.Tensor],
+    b: tuple[torch.Tensor, torch.Tensor],
+    queue: WgradQueue,
+    out_EMN: torch.Tensor,
+    *,
+    cursor: int = 0,
+    accumulate: bool = False,
+    num_ctas: int | None = None,
+    tasks_per_cta: int | None = None,
+) -> torch.Tensor:
+    """As `wgrad_bf16`, from transposed FP8 copies.
+
+    Args:
+        a, b: (q, scales) of `transpose_quantized`, b with square=True.
+        The rest as in `wgrad_bf16`. fp32 accumulation of one row block's scaled sum after the other.
+    """
+    (qa, sa), (qb, sb) = a, b
+    blocks = queue.block_rows.shape[0]
+    width_a, width_b = qa.shape[1], qb.shape[1]
+    wrong = _expect("a[0]", qa, (blocks, width_a, 128), (torch.float8_e4m3fn,))
+    wrong += _expect("b[0]", qb, (blocks, width_b, 128), (torch.float8_e4m3fn,))
+    wrong += _expect("a[1]", sa, (blocks, width_a), (torch.float32,))
+    wrong += _expect("b[1]", sb, (blocks, -(-width_b // 256), 4), (torch.float32,))
+    config = _config(width_a, width_b, "fp8", queue, out_EMN, accumulate, wrong)
+    _raise(wrong, a=qa, b=qb, out_EMN=out_EMN)
+    _launch(config, (qa, qb, sa, sb), queue, out_EMN, cursor, num_ctas, tasks_per_cta)
+    return out_EMN
+
+
+def _config(M: int, N: int, precision: str, queue: WgradQueue, out, accumulate: bool, wrong: list[str]):
+    wrong += _expect("out_EMN", out, (queue.counts.shape[0], M, N), tuple(_OUT_DTYPES))
+    config = WgradConfig(M, N, precision, _OUT_DTYPES.get(out.dtype, "float32"), accumulate)
+    reason = config.why_not()
+    if reason:
+        wrong.append(reason)
+    return config
+
+
+def _launch(config: WgradConfig, operands, queue: WgradQueue, out, cursor: int, num_ctas, tasks_per_cta) -> None:
+    if not 0 <= cursor < queue.cursors.shape[0]:
+        raise ValueError(f"cursor: expected 0 to {queue.cursors.shape[0] - 1}, got {cursor}. Plan for more GEMMs.")
+    tasks = config.tiles * queue.counts.shape[0]
+    num_ctas = min(num_ctas or _num_sms(out.device), tasks)
+    limit = tasks_per_cta or EVERYTHING
+    if num_ctas * limit < tasks:
+        raise ValueError(f"tasks_per_cta: expected {num_ctas} CTAs to cover {tasks} tasks, got {limit} each.")
+    kernel = compiled("wgrad", config, lambda: build_gemm(config))
+    view = out.view(-1, config.N)
+    position = queue.cursors[cursor : cursor + 1]
+    kernel(*operands, queue.offs, queue.counts, queue.order, position, view, num_ctas, limit)

@@ -1,0 +1,50 @@
+"""The wgrad kernels' machine code, compiled without a GPU: nothing spilled, wgmma not serialised, memory in budget."""
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels import sass, wgrad_launch
+from cute_kernels.compile import inspect
+from cute_kernels.wgrad_config import TransposeConfig, WgradConfig
+
+pytestmark = pytest.mark.skipif(sass.find_tool("nvdisasm") is None, reason="needs nvdisasm")
+
+GEMMS = [
+    WgradConfig(4096, 7168, "bf16", "bfloat16"),
+    WgradConfig(4096, 7168, "bf16", "float32", accumulate=True),
+    WgradConfig(7168, 2048, "bf16", "bfloat16", accumulate=True),
+    WgradConfig(4096, 7168, "fp8", "bfloat16"),
+    WgradConfig(4096, 7168, "fp8", "float32", accumulate=True),
+    WgradConfig(2048, 640, "fp8", "bfloat16", accumulate=True),
+]
+
+
+def name_of(config: WgradConfig) -> str:
+    return f"{config.precision}-{config.out_dtype}{'-accumulate' if config.accumulate else ''}-{config.M}x{config.N}"
+
+
+@pytest.mark.parametrize("config", GEMMS, ids=name_of)
+def test_gemm_code(config):
+    found = sass.report(inspect(lambda: wgrad_launch.build_gemm(config, ffi=False)).cubin)
+    assert (found.spills, found.stack_bytes) == (0, 0), str(found)
+    if config.precision == "bf16":  # the k-loop's chain of four and the tail's
+        assert (found.hgmma, found.qgmma, found.warpgroup_arrive) == (8, 0, 2), str(found)
+    else:  # two waves of four in the loop, one ahead of it
+        assert (found.hgmma, found.qgmma, found.warpgroup_arrive) == (0, 12, 3), str(found)
+        assert found.ffma >= 128
+    assert found.registers == 168 and found.top_register < 240
+
+
+@pytest.mark.parametrize("source", ["bf16", "fp8"])
+@pytest.mark.parametrize("square", [False, True], ids=["column", "square"])
+def test_transpose_code(source, square):
+    config = TransposeConfig(4096, source, square)
+    found = sass.report(inspect(lambda: wgrad_launch.build_transpose(config, ffi=False)).cubin)
+    assert (found.spills, found.stack_bytes) == (0, 0), str(found)
+    assert found.registers <= 80  # three CTAs of 256 threads on an SM
+
+
+def test_plan_code():
+    found = sass.report(inspect(lambda: wgrad_launch.build_plan(ffi=False)).cubin)
+    assert found.spills == 0 and found.registers <= 64

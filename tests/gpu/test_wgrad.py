@@ -1,0 +1,225 @@
+"""The wgrad kernels on a GPU against fp64 sums of their operands: poisoned pads, all modes, any order of claims."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.wgrad_launch import plan_wgrad, transpose_quantized, wgrad_bf16, wgrad_fp8
+
+FP8 = torch.float8_e4m3fn
+NAN_BYTE = 0x7F
+UNEVEN = [300, 0, 1, 127, 128, 129, 0, 64, 1000, 63, 65]
+
+
+def aligned_offs(counts):
+    offs = torch.zeros(len(counts) + 1, dtype=torch.int64)
+    offs[1:] = torch.cumsum((torch.tensor(counts) + 127) // 128 * 128, 0)
+    return offs
+
+
+def row_of(counts):
+    """For each real row its place in the pool."""
+    offs = aligned_offs(counts)
+    return torch.cat([torch.arange(n) + offs[e] for e, n in enumerate(counts)]).cuda()
+
+
+def make_pool(counts, width, spare=128, dtype=torch.bfloat16, seed=0):
+    """[P, width]: unit normal rows with expert-dependent mean sign, NaN in every pad row and behind the end."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    rows = int(aligned_offs(counts)[-1]) + spare
+    x = torch.full((rows, width), float("nan"), device="cuda")
+    real = row_of(counts)
+    x[real] = torch.randn(len(real), width, device="cuda", generator=generator)
+    return x.to(dtype)
+
+
+def make_queue(counts, rows, **kwargs):
+    offs = aligned_offs(counts).to(torch.int32).cuda()
+    return plan_wgrad(offs, torch.tensor(counts, dtype=torch.int32, device="cuda"), rows, **kwargs)
+
+
+def oracle(a, b, counts):
+    """fp64 [E, M, N] from the real rows only."""
+    offs = aligned_offs(counts).tolist()
+    parts = [a[o : o + n].double().t() @ b[o : o + n].double() for o, n in zip(offs, counts, strict=False)]
+    return torch.stack(parts)
+
+
+def poisoned(counts, M, N, dtype):
+    return torch.full((len(counts), M, N), float("nan"), dtype=dtype, device="cuda")
+
+
+def assert_close(got, want, bound):
+    """Every expert within a relative error; exact zeros where there are no rows."""
+    for e in range(want.shape[0]):
+        norm = want[e].norm()
+        if norm == 0:
+            assert bool((got[e] == 0).all()), f"expert {e}: expected zeros"
+            continue
+        error = ((got[e].double() - want[e]).norm() / norm).item()
+        assert error < bound, f"expert {e}: relative error {error:.2e}"
+
+
+def dequantize(q, s):
+    """A transposed copy back to [P, width] fp32."""
+    blocks, width, _ = q.shape
+    scale = s if s.dim() == 2 else s[:, :, :2].reshape(blocks, -1).repeat_interleave(128, 1)[:, :width]
+    return (q.float() * scale[:, :, None]).transpose(1, 2).reshape(blocks * 128, width)
+
+
+def operands(precision, counts, M, N):
+    """(launch(queue, out, **modes), fp64 result) for random pools."""
+    a, b = make_pool(counts, M, seed=1), make_pool(counts, N, seed=2)
+    if precision == "bf16":
+        return (lambda queue, out, **modes: wgrad_bf16(a, b, queue, out, **modes)), oracle(a, b, counts), a.shape[0]
+    queue = make_queue(counts, a.shape[0])
+    qa, qb = transpose_quantized(a, queue), transpose_quantized(b, queue, square=True)
+    want = oracle(dequantize(*qa), dequantize(*qb), counts)
+    return (lambda queue, out, **modes: wgrad_fp8(qa, qb, queue, out, **modes)), want, a.shape[0]
+
+
+# fp8: the tensor core's accumulator keeps about 14 bits within a row block
+BOUND = {("bf16", torch.float32): 2e-6, ("bf16", torch.bfloat16): 3e-3, ("fp8", torch.float32): 2e-3}
+BOUND["fp8", torch.bfloat16] = 3e-3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("M, N", [(256, 512), (384, 640), (128, 128), (2304, 256)])
+def test_overwrite(precision, dtype, M, N):
+    launch, want, rows = operands(precision, UNEVEN, M, N)
+    out = launch(make_queue(UNEVEN, rows), poisoned(UNEVEN, M, N, dtype))
+    assert_close(out, want, BOUND[precision, dtype])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulate_adds_once_and_leaves_empty_experts_alone(precision, dtype):
+    M, N = 256, 384
+    launch, want, rows = operands(precision, UNEVEN, M, N)
+    old = torch.randn(len(UNEVEN), M, N, device="cuda").mul_(10).to(dtype)
+    fresh = launch(make_queue(UNEVEN, rows), poisoned(UNEVEN, M, N, torch.float32))
+    out = launch(make_queue(UNEVEN, rows), old.clone(), accumulate=True)
+    has_rows = torch.tensor(UNEVEN, device="cuda") > 0
+    assert torch.equal(out[~has_rows], old[~has_rows])
+    assert torch.equal(out[has_rows], (old.float() + fresh).to(dtype)[has_rows])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_accumulate_never_touches_an_empty_expert(precision):
+    counts = [0, 200, 0]
+    launch, _, rows = operands(precision, counts, 128, 256)
+    out = launch(make_queue(counts, rows), poisoned(counts, 128, 256, torch.float32), accumulate=True)
+    assert bool(out.isnan().all())  # NaN stays NaN in expert 1, and nobody wrote the others
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_same_bits_whoever_claims_what(precision):
+    M, N = 384, 768
+    launch, want, rows = operands(precision, UNEVEN, M, N)
+    tasks = len(UNEVEN) * 3 * 3
+    first = launch(make_queue(UNEVEN, rows), poisoned(UNEVEN, M, N, torch.float32))
+    assert_close(first, want, BOUND[precision, torch.float32])
+    for run in range(50):
+        queue = make_queue(UNEVEN, rows)
+        if run % 2:
+            queue.order.copy_(torch.randperm(len(UNEVEN), device="cuda").int())
+        modes = [{}, {"num_ctas": 1}, {"num_ctas": 7}, {"num_ctas": tasks, "tasks_per_cta": 1}][run % 4]
+        again = launch(queue, poisoned(UNEVEN, M, N, torch.float32), **modes)
+        assert torch.equal(again.view(torch.int32), first.view(torch.int32)), f"run {run}"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_two_kernels_may_draw_from_one_cursor(precision):
+    M, N = 384, 768
+    launch, want, rows = operands(precision, UNEVEN, M, N)
+    whole = launch(make_queue(UNEVEN, rows), poisoned(UNEVEN, M, N, torch.float32))
+    queue, out = make_queue(UNEVEN, rows), poisoned(UNEVEN, M, N, torch.float32)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            launch(queue, out, num_ctas=20)
+    torch.cuda.synchronize()
+    assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("counts", [[8193, 0, 1], [0, 0, 0], [1], [0, 8193], [127] * 40], ids=str)
+def test_row_counts(precision, counts):
+    launch, want, rows = operands(precision, counts, 256, 256)
+    out = launch(make_queue(counts, rows), poisoned(counts, 256, 256, torch.float32))
+    assert_close(out, want, 5e-6 if precision == "bf16" else 2e-3)
+
+
+def test_many_experts():
+    counts = [(7 * e) % 40 for e in range(512)]
+    launch, want, rows = operands("bf16", counts, 128, 256)
+    queue = make_queue(counts, rows)
+    assert queue.order.sort().values.tolist() == list(range(512))
+    assert [counts[e] for e in queue.order.tolist()] == sorted(counts, reverse=True)
+    assert_close(launch(queue, poisoned(counts, 128, 256, torch.float32)), want, 2e-6)
+
+
+def test_output_behind_two_to_the_31_elements():
+    counts = [0] * 130 + [70] * 2
+    M, N = 4096, 4096
+    a, b = make_pool(counts, M, seed=1), make_pool(counts, N, seed=2)
+    out = torch.full((len(counts), M, N), float("nan"), dtype=torch.bfloat16, device="cuda")
+    wgrad_bf16(a, b, make_queue(counts, a.shape[0]), out)
+    assert out.numel() > 2**31
+    assert not out.isnan().any() and not out[:130].any()
+    offs = aligned_offs(counts).tolist()
+    for e in (130, 131):
+        want = a[offs[e] : offs[e] + 70].float().t() @ b[offs[e] : offs[e] + 70].float()
+        assert ((out[e].float() - want).norm() / want.norm()).item() < 3e-3
+
+
+@pytest.mark.parametrize("square", [False, True], ids=["column", "square"])
+@pytest.mark.parametrize("source", ["bf16", "fp8"])
+def test_transposed_copy_follows_the_recipe(source, square):
+    width = 384
+    x = make_pool(UNEVEN, width)
+    x[:, 5] *= 1e-3
+    x[300:] *= torch.exp(torch.randn(x.shape[0] - 300, 1, device="cuda")).to(x.dtype)
+    x[row_of(UNEVEN)[-1]] = 0
+    queue = make_queue(UNEVEN, x.shape[0])
+    values, scales = x.float(), None
+    if source == "fp8":
+        scales = torch.rand(width // 128, x.shape[0], device="cuda") + 0.1
+        x = (values / 4).to(FP8)
+        values = x.float() * scales.t().repeat_interleave(128, 1)
+    q, s = transpose_quantized(x, queue, scales, square)
+
+    real = torch.zeros(x.shape[0], 1, dtype=torch.bool, device="cuda")
+    real[row_of(UNEVEN)] = True
+    blocks = torch.where(real, values, 0.0).view(-1, 128, width)
+    amax = blocks.abs().amax(1)
+    if square:
+        amax = amax.view(-1, width // 128, 128).amax(2)
+    scale = amax.clamp_min(2.0**-100) * torch.tensor(1 / 448, device="cuda")
+    inv = (1.0 / scale).repeat_interleave(128, 1) if square else 1.0 / scale
+    want = (blocks * inv[:, None]).clamp(-448, 448).to(FP8).transpose(1, 2).contiguous()
+    used = queue.block_rows > 0
+    got_scale = s[:, :, :2].reshape(s.shape[0], -1)[:, : width // 128] if square else s
+    assert torch.equal(got_scale[used], scale[used])
+    assert torch.equal(q.view(torch.uint8)[used], want.view(torch.uint8)[used])
+
+
+def test_nan_in_a_real_row_stays_in_its_row_and_column():
+    counts, M, N = [100, 200], 256, 256
+    a, b = make_pool(counts, M, seed=1), make_pool(counts, N, seed=2)
+    a[3, 7] = float("nan")
+    for out in (
+        wgrad_bf16(a, b, make_queue(counts, a.shape[0]), poisoned(counts, M, N, torch.float32)),
+        wgrad_fp8(
+            transpose_quantized(a, make_queue(counts, a.shape[0])),
+            transpose_quantized(b, make_queue(counts, a.shape[0]), square=True),
+            make_queue(counts, a.shape[0]),
+            poisoned(counts, M, N, torch.float32),
+        ),
+    ):
+        assert bool(out[0, 7].isnan().all())
+        out[0, 7] = 0
+        assert not bool(out.isnan().any())
