@@ -21,7 +21,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test slow lint format tables clean
+.PHONY: demo test slow lint format clean
 
 demo: $(READY)
 	$(PY) examples/demo.py $(DEMO_ARGS)

@@ -44,6 +44,16 @@ class Forward:
 
 
 @dataclasses.dataclass(frozen=True)
+class BackwardRows:
+    """Stages of the backward, per routed slot in (expert, token, slot) order."""
+
+    dh_PI: torch.Tensor
+    d_gate_up_P2I: torch.Tensor
+    weighted_act_PI: torch.Tensor
+    dx_PH: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class Backward:
     """Gradients of all inputs."""
 
@@ -53,6 +63,8 @@ class Backward:
     dw2_EHI: torch.Tensor
     dp_spread_TK: torch.Tensor | None = None
     """Of the oracle only: sqrt(sum over channels of (dh * A)^2), the yardstick of dp, which cancels."""
+    rows: BackwardRows | None = None
+    """Of the oracle only: the stages between."""
 
 
 # ---------------------------------------------------------------- the oracle
@@ -99,6 +111,7 @@ def oracle_backward(inputs: Inputs, dout_TH: torch.Tensor, clamp: float | None =
     dout = dout_TH.double()
     dx, dp, dw13, dw2 = (torch.zeros_like(v) for v in (x, p, w13, w2))
     spread = torch.zeros_like(p)
+    stages: list[list[torch.Tensor]] = [[], [], [], []]
     for e, token, slot in routed(inputs.topk_ids_TK):
         raw = x[token] @ w13[e].t()
         gate, up = _clamp(raw, clamp)
@@ -116,10 +129,15 @@ def oracle_backward(inputs: Inputs, dout_TH: torch.Tensor, clamp: float | None =
             d_gate = d_gate * (raw_gate <= clamp)
             d_up = d_up * (raw_up.abs() <= clamp)
         d_gate_up = torch.cat([d_gate, d_up], dim=1)
-        dx.index_add_(0, token, d_gate_up @ w13[e])
+        dx_rows = d_gate_up @ w13[e]
+        dx.index_add_(0, token, dx_rows)
         dw13[e] = d_gate_up.t() @ x[token]
         dw2[e] = dout[token].t() @ (weight * act)
-    return Backward(dx, dp, dw13, dw2, spread)
+        for stage, value in zip(stages, (dh, d_gate_up, weight * act, dx_rows), strict=True):
+            stage.append(value)
+    widths = (w2.shape[2], w13.shape[1], w2.shape[2], x.shape[1])
+    rows = BackwardRows(*(_cat(stage, x, width) for stage, width in zip(stages, widths, strict=True)))
+    return Backward(dx, dp, dw13, dw2, spread, rows)
 
 
 def routed(topk_ids_TK: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
