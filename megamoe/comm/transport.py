@@ -1,0 +1,285 @@
+"""Transports: the rows of a call from their tokens to the owners of their experts, and back. One interface, two ways.
+
+`LocalTransport` reads the tensors of all virtual ranks directly; `GroupTransport` sends rows over process groups. Both
+give the same bits: those of one rank that holds the whole batch and all experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megamoe.comm.exchange import Exchange, make_exchange
+from megamoe.comm.local_world import LocalWorld
+from megamoe.comm.wires import Hierarchy, TensorParallel, agree, check_equal, make_wire
+from megamoe.errors import MegaMoEError, MegaMoETypeError, MegaMoEValueError, expected
+from megamoe.quantize import QuantizedRows
+from megamoe.recipe import BLOCK
+from megamoe.routing_plan import RoutingPlan, check_topk_ids, experts_per_rank
+
+World = LocalWorld | dist.ProcessGroup | Hierarchy | TensorParallel | None
+
+
+class Transport(Protocol):
+    """Moves rows between ranks. Lists have one entry per rank that lives in this process.
+
+    Attributes:
+        num_ranks: R. local_ranks: which of them live here: all of a LocalWorld, one of a process group.
+
+    Every rank joins every method, in the same order, also with T = 0 and with experts that receive nothing.
+    """
+
+    num_ranks: int
+    local_ranks: tuple[int, ...]
+
+    def plan(
+        self,
+        topk_ids: list[torch.Tensor],
+        num_experts: int,
+        num_rows: int | None = None,
+        *,
+        alignment: int = BLOCK,
+        max_tokens: int | None = None,
+        error: Exception | None = None,
+    ) -> RoutingPlan:
+        """Plan a call from the ids of all ranks.
+
+        Args:
+            topk_ids: [T, K] int32 or int64 of each local rank, -1 for no expert; T may differ and be 0.
+            num_experts: E over all ranks. num_rows: rows of every pool, None: just enough.
+            alignment: rows to which an expert's segment is rounded up.
+            max_tokens: tokens of any rank, a bound; with it (and num_rows) shapes are static and nothing synchronises
+                with the device; ids outside [0, E) then count as -1. None: sizes are exchanged and read back.
+            error: what the caller found wrong with this rank's arguments: all ranks then raise.
+
+        Raises:
+            MegaMoETypeError, MegaMoEValueError, CapacityError: alike on all ranks, save that ranks whose own arguments
+            are right raise MegaMoERuntimeError, which quotes the error of the other.
+        """
+
+    def dispatch_rows(self, rows: list[QuantizedRows], plan: RoutingPlan) -> list[QuantizedRows]:
+        """Tokens [T, H] (row-major scales) -> pools [P, H] (k-major scales); padding is zero."""
+
+    def dispatch_weights(self, topk_weights: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
+        """fp32 [T, K] -> fp32 [P], 0 in padding."""
+
+    def combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
+        """bf16 [P, H] -> bf16 [T, H]: sums in fp32 over slots ascending, one rounding."""
+
+    def combine_weight_grads(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
+        """fp32 [P] -> fp32 [T, K], exactly 0 where a slot has no expert."""
+
+
+def as_transport(world: World, steps: ModuleType) -> Transport:
+    """The transport over `world`: a LocalWorld, a process group (or two of them), or None for one rank alone.
+
+    Args:
+        world: who takes part.
+        steps: a module with the steps of the layer, such as `megamoe.torch_steps`.
+
+    Raises:
+        MegaMoETypeError: world is something else. MegaMoEValueError: this process is not a member of the group.
+    """
+    if world is None:
+        return LocalTransport(LocalWorld(1), steps)
+    if isinstance(world, LocalWorld):
+        return LocalTransport(world, steps)
+    is_foreign = world is dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to processes left out of it
+    if is_foreign or isinstance(world, dist.ProcessGroup | Hierarchy | TensorParallel):
+        return GroupTransport(world, steps)
+    raise MegaMoETypeError(
+        expected("world", "a LocalWorld, a ProcessGroup, a Hierarchy, a TensorParallel or None", type(world).__name__)
+    )
+
+
+class LocalTransport:
+    """Virtual ranks of one process: every pool is filled straight from the tensors of all ranks."""
+
+    def __init__(self, world: LocalWorld, steps: ModuleType) -> None:
+        self.world, self.steps = world, steps
+        self.num_ranks = world.num_ranks
+        self.local_ranks = tuple(range(world.num_ranks))
+
+    def plan(
+        self,
+        topk_ids: list[torch.Tensor],
+        num_experts: int,
+        num_rows: int | None = None,
+        *,
+        alignment: int = BLOCK,
+        max_tokens: int | None = None,
+        error: Exception | None = None,
+    ) -> RoutingPlan:
+        if error is not None:
+            raise error
+        if len(topk_ids) != self.num_ranks:
+            raise MegaMoEValueError(
+                expected("topk_ids", f"one tensor for each of the {self.num_ranks} ranks", f"{len(topk_ids)}")
+            )
+        unchecked = {} if max_tokens is None else {"checked": False}
+        return self.steps.make_plan(topk_ids, num_experts, alignment=alignment, num_rows=num_rows, **unchecked)
+
+    def dispatch_rows(self, rows: list[QuantizedRows], plan: RoutingPlan) -> list[QuantizedRows]:
+        return [self.steps.dispatch(rows, mine) for mine in plan.ranks]
+
+    def dispatch_weights(self, topk_weights: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
+        return [self.steps.dispatch_weights(topk_weights, mine) for mine in plan.ranks]
+
+    def combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
+        return [self.steps.combine(pools, plan, rank) for rank in self.local_ranks]
+
+    def combine_weight_grads(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
+        return [self.steps.combine_weight_grads(pools, plan, rank) for rank in self.local_ranks]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupPlan(RoutingPlan):
+    """A routing plan together with this process's part in the exchange.
+
+    Attributes:
+        exchange: what leaves, what arrives.
+        lane_tokens: tokens of [lane][source].
+        max_tokens: the bound with which it was planned, None for exact sizes.
+    """
+
+    exchange: Exchange
+    lane_tokens: list[list[int]]
+    max_tokens: int | None
+
+
+class GroupTransport:
+    """Process groups: permute by owner, all-to-all, permute by local expert; the splits swapped on the way back."""
+
+    def __init__(self, group: dist.ProcessGroup | Hierarchy | TensorParallel, steps: ModuleType) -> None:
+        self.wire, self.steps = make_wire(group), steps
+        self.num_ranks = self.wire.num_ranks
+        self.local_ranks: tuple[int, ...] = (self.wire.rank,)
+
+    def plan(
+        self,
+        topk_ids: list[torch.Tensor],
+        num_experts: int,
+        num_rows: int | None = None,
+        *,
+        alignment: int = BLOCK,
+        max_tokens: int | None = None,
+        error: Exception | None = None,
+    ) -> GroupPlan:
+        (ids,) = topk_ids
+        try:
+            check_topk_ids(ids)
+            experts_per_rank(num_experts, self.num_ranks)
+        except MegaMoEError as found:
+            error = error or found
+        if max_tokens is None:
+            lane_tokens = self._agree(ids, num_experts, num_rows, alignment, error)
+            unchecked = {}
+        elif error is not None:
+            raise error
+        else:
+            lane_tokens = [[max_tokens] * self.num_ranks] * self.wire.num_lanes
+            unchecked = {"checked": False}
+        padded = ids.new_full((max(map(max, lane_tokens)), ids.shape[1]), -1, dtype=torch.int64)
+        padded[: ids.shape[0]] = ids
+        everyone = self.wire.gather(padded)
+        every_source = [
+            torch.cat([everyone[lane, source, : tokens[source]] for lane, tokens in enumerate(lane_tokens)])
+            for source in range(self.num_ranks)
+        ]
+        plan = self.steps.make_plan(every_source, num_experts, alignment=alignment, num_rows=num_rows, **unchecked)
+        return self.attach(plan, lane_tokens, max_tokens, ids.shape[1])
+
+    def _agree(
+        self, ids: torch.Tensor, num_experts: int, num_rows: int | None, alignment: int, error: Exception | None
+    ) -> list[list[int]]:
+        """Exchange sizes; refuse together what must be equal and is not."""
+        tokens, slots = ids.shape if ids.dim() == 2 else (0, 0)
+        facts = {
+            "tokens": tokens,
+            "topk_ids.shape[1]": slots,
+            "num_experts": num_experts,
+            "num_rows": -1 if num_rows is None else num_rows,
+            "alignment": alignment,
+        }
+        everyone = agree(self.wire, facts, error, ids.device)
+        check_equal(everyone, [name for name in facts if name != "tokens"])
+        return [[facts["tokens"] for facts in lane] for lane in everyone]
+
+    def attach(
+        self, plan: RoutingPlan, lane_tokens: list[list[int]], max_tokens: int | None, slots_per_owner: int
+    ) -> GroupPlan:
+        """The plan with this process's exchange.
+
+        Args:
+            plan: made from the ids of all ranks.
+            lane_tokens, max_tokens: as in GroupPlan.
+            slots_per_owner: how many slots of a token may have the same owner.
+        """
+        pair_rows = None if max_tokens is None else max_tokens * slots_per_owner
+        exchange = make_exchange(plan, self.wire, lane_tokens, pair_rows)
+        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(RoutingPlan)}
+        return GroupPlan(**fields, exchange=exchange, lane_tokens=lane_tokens, max_tokens=max_tokens)
+
+    def dispatch_rows(self, rows: list[QuantizedRows], plan: RoutingPlan) -> list[QuantizedRows]:
+        (mine,), exchange = rows, _exchange(plan)
+        token = exchange.sent_slot // exchange.home_plan.owner[0].shape[1]
+        arrived = QuantizedRows(self._forth(mine.data, token, exchange), None)
+        if mine.scale is not None:
+            arrived = QuantizedRows(arrived.data, self._forth(mine.scale, token, exchange))
+        if exchange.in_order:
+            return [_into_pool(arrived, exchange.pool_plan.num_rows)]
+        return [self.steps.dispatch([arrived], exchange.pool_plan)]
+
+    def dispatch_weights(self, topk_weights: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
+        (mine,), exchange = topk_weights, _exchange(plan)
+        arrived = self._forth(mine.flatten(), exchange.sent_slot, exchange)
+        return [self.steps.dispatch_weights([arrived[:, None]], exchange.pool_plan)]
+
+    def combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
+        home = self._back(pools[0], _exchange(plan))
+        return [self.steps.combine([home], _exchange(plan).home_plan, 0)]
+
+    def combine_weight_grads(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
+        home = self._back(pools[0], _exchange(plan))
+        return [self.steps.combine_weight_grads([home], _exchange(plan).home_plan, 0)]
+
+    def _forth(self, rows: torch.Tensor, index: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        if rows.shape[0] == 0 and index.shape[0]:  # static shapes: rows that nobody reads leave all the same
+            rows = rows.new_zeros(1, *rows.shape[1:])
+        return self.wire.forth(_take(rows, index), exchange.counts)
+
+    def _back(self, pool: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        rows = pool[: exchange.pool_row.shape[0]] if exchange.in_order else _take(pool, exchange.pool_row)
+        return self.wire.back(rows, exchange.counts)
+
+
+def _exchange(plan: RoutingPlan) -> Exchange:
+    assert isinstance(plan, GroupPlan), "plans of a GroupTransport come from its own plan() or attach()"
+    return plan.exchange
+
+
+def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """rows[index] for every dtype, fp8 as bytes."""
+    if rows.element_size() == 1:
+        return rows.view(torch.uint8)[index].view(rows.dtype)
+    return rows[index]
+
+
+def _into_pool(arrived: QuantizedRows, num_rows: int) -> QuantizedRows:
+    """Rows that lie in the pool's order, padded to it; scales k-major."""
+    data, scale = _padded(arrived.data, num_rows), None
+    if arrived.scale is not None:
+        scale = _padded(arrived.scale, num_rows).t().contiguous()
+    return QuantizedRows(data, scale, k_major=True)
+
+
+def _padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    if rows.shape[0] == num_rows:
+        return rows
+    padded = torch.zeros(num_rows, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+    padded[: rows.shape[0]] = rows
+    return padded
