@@ -100,6 +100,7 @@ def make_plan(
     *,
     alignment: int = BLOCK,
     num_rows: int | None = None,
+    checked: bool = True,
 ) -> RoutingPlan:
     """Plan a call.
 
@@ -109,6 +110,8 @@ def make_plan(
         num_experts: E over all ranks, a multiple of their number; rank r owns experts r * E / R up to (r + 1) * E / R.
         alignment: rows to which each expert's segment is rounded up.
         num_rows: rows of every rank's pool; None: just enough for each.
+        checked: False, with `num_rows` given, never synchronises with the device: ids outside [0, num_experts) count as
+            -1, and rows behind `num_rows` are left out of the plan of their owner (`offs` still counts them).
 
     Returns:
         The plan, on the device of the ids.
@@ -119,52 +122,64 @@ def make_plan(
     """
     if not topk_ids:
         raise MegaMoEValueError(expected("topk_ids", "one tensor for each rank", "none"))
+    if not checked and num_rows is None:
+        raise MegaMoEValueError(expected("num_rows", "a number of rows where checked=False", None))
     for r, ids in enumerate(topk_ids):
-        check_topk_ids(ids, f"topk_ids[{r}]")
-        check_id_values(ids, num_experts, f"topk_ids[{r}]")
+        name = "topk_ids" if len(topk_ids) == 1 else f"topk_ids[{r}]"
+        check_topk_ids(ids, name)
+        if checked:
+            check_id_values(ids, num_experts, name)
         if ids.shape[1] != topk_ids[0].shape[1]:
-            raise MegaMoEValueError(
-                expected(f"topk_ids[{r}]", f"K = {topk_ids[0].shape[1]} slots as on rank 0", ids.shape[1])
-            )
+            contract = f"K = {topk_ids[0].shape[1]} slots as on rank 0"
+            raise MegaMoEValueError(expected(name, contract, ids.shape[1]))
     num_ranks = len(topk_ids)
     per_rank = experts_per_rank(num_experts, num_ranks)
     device, k = topk_ids[0].device, topk_ids[0].shape[1]
 
     expert = torch.cat([ids.reshape(-1).long() for ids in topk_ids])
+    real = (expert >= 0) & (expert < num_experts)
     source = torch.cat([torch.full((ids.numel(),), r, device=device) for r, ids in enumerate(topk_ids)])
     flat_slot = torch.cat([torch.arange(ids.numel(), device=device) for ids in topk_ids])
     # A stable sort by expert alone: the concatenation is in (source rank, token, slot) order already.
-    key = torch.where(expert < 0, num_experts, expert)
+    key = torch.where(real, expert, num_experts)
     order = torch.argsort(key, stable=True)
-    counts = torch.bincount(key, minlength=num_experts + 1)[:num_experts]
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel(), device=device)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+    counts = counts.scatter_add_(0, key, torch.ones_like(key))[:num_experts]
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=device))
     first = counts.cumsum(0) - counts  # of the sorted, unaligned sequence
 
     aligned = (counts + alignment - 1) // alignment * alignment
     segment = aligned.view(num_ranks, per_rank)
     offs = torch.nn.functional.pad(segment.cumsum(1), (1, 0))  # [R, E_l + 1]
-    real = expert >= 0
-    safe = expert.clamp_min(0)
+    safe = torch.where(real, expert, 0)
     row = torch.where(real, offs[:, :-1].reshape(-1)[safe] + place - first[safe], -1)
     owner = torch.where(real, safe // per_rank, -1)
 
+    identity = (source, flat_slot // max(k, 1), flat_slot % max(k, 1))
     ranks = []
     for r in range(num_ranks):
-        needed = int(offs[r, -1])
-        if num_rows is not None and needed > num_rows:
-            raise CapacityError(
-                expected("num_rows", f"at least {needed} rows for rank {r}", num_rows, "Raise the capacity.")
-            )
-        size = needed if num_rows is None else num_rows
-        mine = owner == r
-        fields = []
-        for values in (source, flat_slot // max(k, 1), flat_slot % max(k, 1)):
-            field = torch.full((size,), -1, dtype=torch.int32, device=device)
-            field[row[mine]] = values[mine].int()
-            fields.append(field)
+        size = _pool_rows(offs[r, -1], num_rows, checked, r)
+        target = torch.where((owner == r) & (row < size), row, size)  # one spare entry takes what belongs elsewhere
+        fields = [
+            torch.full((size + 1,), -1, dtype=torch.int32, device=device).scatter_(0, target, values.int())[:size]
+            for values in identity
+        ]
         ranks.append(RankPlan(counts.view(num_ranks, per_rank)[r].int(), offs[r].int(), *fields))
-    sizes = [ids.numel() for ids in topk_ids]
-    shape = [tuple(ids.shape) for ids in topk_ids]
-    split = lambda v: tuple(x.int().view(s) for x, s in zip(v.split(sizes), shape, strict=True))  # noqa: E731
-    return RoutingPlan(num_experts, tuple(ranks), split(owner), split(row))
+    shapes = [tuple(ids.shape) for ids in topk_ids]
+
+    def by_rank(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = values.int().split([ids.numel() for ids in topk_ids])
+        return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+    return RoutingPlan(num_experts, tuple(ranks), by_rank(owner), by_rank(row))
+
+
+def _pool_rows(needed: torch.Tensor, num_rows: int | None, checked: bool, rank: int) -> int:
+    """Rows of a rank's pool: what is given if it suffices, else just enough. Synchronises if `checked`."""
+    if num_rows is not None and not checked:
+        return num_rows
+    enough = int(needed)
+    if num_rows is not None and enough > num_rows:
+        contract = f"at least {enough} rows for rank {rank}"
+        raise CapacityError(expected("num_rows", contract, num_rows, "Raise the capacity."))
+    return enough if num_rows is None else num_rows

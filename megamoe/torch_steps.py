@@ -21,12 +21,15 @@ from megamoe.routing_plan import RankPlan, RoutingPlan, make_plan
 __all__ = [
     "SwigluGrads",
     "combine",
+    "combine_weight_grads",
+    "dequantize",
     "dispatch",
     "dispatch_weights",
     "grouped_gemm",
     "make_plan",
     "quantize_rows",
     "quantize_weight",
+    "quantize_weight_with_transpose",
     "swiglu",
     "swiglu_backward",
     "wgrad",
@@ -39,6 +42,22 @@ def segments(plan: RankPlan) -> list[tuple[int, int, int]]:
     """(expert, first row, end of its real rows) of every local expert that has rows. Synchronises with the device."""
     offs, counts = plan.offs.tolist(), plan.counts.tolist()
     return [(e, offs[e], offs[e] + n) for e, n in enumerate(counts) if n]
+
+
+# ---------------------------------------------------------------- quantisation
+
+
+def quantize_weight_with_transpose(
+    w: torch.Tensor, recipe: Recipe, row_groups: int = 1
+) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """`quantize_weight` and the transposed copy that dgrad reads: [E, N, K] and [E, K, N], same values, same scales."""
+    quantized = quantize_weight(w, recipe, row_groups)
+    return quantized, quantized.transposed()
+
+
+def dequantize(rows: QuantizedRows) -> torch.Tensor:
+    """The rows that travelled as bf16 [P, channels]: data * scale in fp32, then one rounding. An operand of wgrad."""
+    return rows.dequantize(torch.bfloat16)
 
 
 # ---------------------------------------------------------------- dispatch and combine

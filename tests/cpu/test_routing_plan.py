@@ -126,16 +126,33 @@ def test_refusals():
     for dtype in (torch.int16, torch.uint8, torch.float32, torch.bool):
         with pytest.raises(MegaMoETypeError, match=r"topk_ids\[1\]: expected int32 or int64, got torch.*Convert"):
             make_plan([good, good.to(dtype)], 4)
-    with pytest.raises(MegaMoEValueError, match=r"topk_ids\[0\]: expected \[T, K\], got shape \(4,\)"):
+    with pytest.raises(MegaMoEValueError, match=r"topk_ids: expected \[T, K\], got shape \(4,\)"):
         make_plan([good.view(-1)], 4)
     with pytest.raises(MegaMoEValueError, match=r"topk_ids\[1\]: expected K = 2 slots as on rank 0, got 3"):
         make_plan([good, torch.zeros(1, 3, dtype=torch.int64)], 4)
     for bad in (4, 9, 2**31 - 1, -2):
         ids = good.clone()
         ids[1, 0] = bad
-        with pytest.raises(MegaMoEValueError, match=rf"topk_ids\[0\]\[1, 0\]: expected -1 or an expert.*got {bad}"):
+        with pytest.raises(MegaMoEValueError, match=rf"topk_ids\[1, 0\]: expected -1 or an expert.*got {bad}"):
             make_plan([ids], 4)
     check_id_values(good, 1)
     for experts, ranks in ((30, 4), (5, 2), (0, 1), (4, 0)):
         with pytest.raises(MegaMoEValueError, match=f"num_experts: expected a positive multiple of the {ranks} ranks"):
             experts_per_rank(experts, ranks)
+
+
+def test_unchecked_plan_is_static_and_leaves_out_what_does_not_fit():
+    ids = torch.tensor([[0, 3], [-1, 9], [1, 0]])
+    plan = make_plan([ids], 4, alignment=2, num_rows=3, checked=False)
+    mine = plan.ranks[0]
+    assert mine.num_rows == 3
+    assert mine.counts.tolist() == [2, 1, 0, 1]
+    assert mine.offs.tolist() == [0, 2, 4, 4, 6]
+    assert plan.row[0].tolist() == [[0, 4], [-1, -1], [2, 1]]
+    assert mine.token.tolist() == [0, 2, 2]
+    checked = make_plan([ids.clamp_max(3)], 4, num_rows=512)
+    unchecked = make_plan([ids.clamp_max(3)], 4, num_rows=512, checked=False)
+    for field in ("counts", "offs", "source_rank", "token", "slot"):
+        assert torch.equal(getattr(checked.ranks[0], field), getattr(unchecked.ranks[0], field))
+    with pytest.raises(MegaMoEValueError, match="num_rows: expected a number of rows where checked=False, got None"):
+        make_plan([ids], 4, checked=False)
