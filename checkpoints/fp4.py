@@ -10,14 +10,12 @@ from checkpoints.errors import CheckpointError
 FP4_BLOCK = 32
 BLOCK = 128
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_HEADROOM = (0, 9, 8, 8, 7, 7, 6, 6)
-"""Largest n with magnitude * 2^n <= 448, the largest E4M3 value."""
-_LOWEST_BIT = (0, -1, 0, -1, 1, 0, 2, 1)
-"""Exponent of the lowest set bit of the magnitude; E4M3 holds multiples of 2^-9 with up to four significant bits."""
 _E4M3_LOWEST_BIT = -9
+"""E4M3 holds multiples of 2^-9 with up to four significant bits, to 448."""
 _BIAS = 127
 _NONE = -(1 << 20)
-STRIP_ROWS = 256
+_GROUPS = BLOCK // FP4_BLOCK
+STRIP_ROWS = 128
 
 
 def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
@@ -65,14 +63,17 @@ def _convert_strip(
     codes: torch.Tensor, exponents: torch.Tensor, key: str, first_block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     n, k = codes.shape
-    magnitude = (codes & 7).int()
-    exponent = (exponents.int() - _BIAS).repeat_interleave(FP4_BLOCK, 1)
-    top = torch.where(magnitude > 0, exponent - _table(_HEADROOM, codes)[magnitude], _NONE)
+    groups = codes.unflatten(1, (-1, FP4_BLOCK))
+    exponent = exponents.int() - _BIAS
+    field, is_nonzero = (groups >> 1) & 3, (groups & 7) != 0  # magnitude: 2^(field - 1), 1.5 times that, or 0.5, 0
+    has_any = is_nonzero.any(2)
+    # 2^n times a magnitude stays within 448 for n <= 9 - field, so a scale 2^s needs exponent - s <= 9 - field
+    top = torch.where(has_any, exponent - 9 + torch.where(is_nonzero, field, 0).amax(2), _NONE)
     scale = _per_block(top, _NONE).amax((1, 3))
     scale = torch.where(scale == _NONE, 0, scale).int()  # a block of zeros
-    relative = exponent - _expand(scale, n, k)
-    lowest = torch.where(magnitude > 0, relative + _table(_LOWEST_BIT, codes)[magnitude], 0)
-    lost = _per_block(lowest, 0).amin((1, 3)) < _E4M3_LOWEST_BIT
+    relative = torch.where(has_any, exponent - _expand(scale, n, exponent.shape[1]), 0)
+    lowest_bit = torch.where(is_nonzero, field.clamp_min(1).to(torch.int8) - 1 - (groups & 1).to(torch.int8), 2).amin(2)
+    lost = _per_block(relative + lowest_bit, 0).amin((1, 3)) < _E4M3_LOWEST_BIT
     if bool(lost.any()):
         row, col = lost.nonzero()[0].tolist()
         block = exponents[row * BLOCK : (row + 1) * BLOCK, col * 4 : (col + 1) * 4]
@@ -81,9 +82,9 @@ def _convert_strip(
             f"({first_block + row}, {col}) with exponents from {int(block.min()) - _BIAS} to "
             f"{int(block.max()) - _BIAS}. Dequantise this checkpoint to bf16 first."
         )
-    values = torch.ldexp(_table(E2M1_MAGNITUDES, codes)[magnitude], relative)
-    values = torch.where(codes >= 8, -values, values)
-    return values.to(torch.float8_e4m3fn), scale
+    values = _table((*E2M1_MAGNITUDES, *(-v for v in E2M1_MAGNITUDES)), codes).index_select(0, groups.flatten().int())
+    values = values.view(groups.shape).mul_(exponent_to_scale(relative)[:, :, None])
+    return values.view(n, k).to(torch.float8_e4m3fn), scale
 
 
 def e4m3_to_fp4(data: torch.Tensor, scale: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
@@ -101,8 +102,9 @@ def e4m3_to_fp4(data: torch.Tensor, scale: torch.Tensor, exponents: torch.Tensor
         CheckpointError: a value is not an e2m1 value under these exponents (the weight was changed).
     """
     n, k = data.shape
-    relative = (exponents.int() - _BIAS).repeat_interleave(FP4_BLOCK, 1) - _expand(scale, n, k)
-    magnitude = torch.ldexp(data.float().abs(), -relative)
+    relative = exponents.int() - _BIAS - _expand(scale, n, k // FP4_BLOCK)
+    relative = relative.clamp(-20, 20)  # beyond only where all values are zero
+    magnitude = data.float().abs() * exponent_to_scale(-relative).repeat_interleave(FP4_BLOCK, 1)
     table = _table(E2M1_MAGNITUDES, data)
     codes = torch.searchsorted(table, magnitude.contiguous()).clamp_max(7)
     if not torch.equal(table[codes], magnitude):
@@ -114,7 +116,7 @@ def e4m3_to_fp4(data: torch.Tensor, scale: torch.Tensor, exponents: torch.Tensor
 
 def exponent_to_scale(exponent: torch.Tensor) -> torch.Tensor:
     """2^s as fp32, exactly, down to the subnormal 2^-149."""
-    return torch.ldexp(torch.ones((), dtype=torch.float64, device=exponent.device), exponent).float()
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent).float()
 
 
 def scale_to_exponent(scale: torch.Tensor) -> torch.Tensor:
@@ -126,13 +128,13 @@ def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, device=like.device)
 
 
-def _per_block(matrix: torch.Tensor, fill: int) -> torch.Tensor:
-    """[N, K] as [N blocks, 128, K blocks, 128], the last blocks filled up."""
-    n, k = matrix.shape
-    padded = functional.pad(matrix, (0, -k % BLOCK, 0, -n % BLOCK), value=fill)
-    return padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+def _per_block(per_group: torch.Tensor, fill: int) -> torch.Tensor:
+    """[N, K / 32] as [N blocks, 128, K blocks, 4], the last blocks filled up."""
+    n, groups = per_group.shape
+    padded = functional.pad(per_group, (0, -groups % _GROUPS, 0, -n % BLOCK), value=fill)
+    return padded.unflatten(1, (-1, _GROUPS)).unflatten(0, (-1, BLOCK))
 
 
-def _expand(blocks: torch.Tensor, n: int, k: int) -> torch.Tensor:
-    """One value per 128 x 128 block as one per element [N, K]."""
-    return blocks.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+def _expand(blocks: torch.Tensor, n: int, groups: int) -> torch.Tensor:
+    """One value per 128 x 128 block as one per 1 x 32 block [N, K / 32]."""
+    return blocks.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(_GROUPS, 1)[:, :groups]
