@@ -1,0 +1,260 @@
+"""Routers of other model families, beside DeepSeek-V3's: scores, choice and weights as pure functions of fp32 logits.
+
+A family is a scoring function, a rule for groups and a rule for weights (`RouterFamily`); `route_family` applies it to
+logits, also with ids that are given: replayed from another run, or looked up by token (`hash_ids`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megamoe.config import MoEConfig
+from megamoe.errors import MegaMoETypeError, MegaMoEValueError, expected
+from megamoe.router import NORM_EPS
+
+SOFTPLUS_TAIL = -20.0
+"""Below it softplus(x) equals exp(x) in fp32, and sqrt(exp(x)) = exp(x / 2) has a gradient where softplus is 0."""
+
+
+def sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
+    """sqrt(softplus(logits)), DeepSeek-V4's score; value and gradient are finite for every finite logit."""
+    body = torch.nn.functional.softplus(logits.clamp_min(SOFTPLUS_TAIL)).sqrt()
+    return torch.where(logits < SOFTPLUS_TAIL, (logits.clamp_max(SOFTPLUS_TAIL) / 2).exp(), body)
+
+
+def softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Over all experts."""
+    return logits.softmax(dim=-1)
+
+
+def identity(logits: torch.Tensor) -> torch.Tensor:
+    """The logits themselves are the scores."""
+    return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterFamily:
+    """How a family of models routes.
+
+    Attributes:
+        name: in messages.
+        score: logits -> scores, fp32 [T, E]; the choice is by scores, plus the correction bias if there is one.
+        group_best: a group's score is the sum of its best `group_best` experts: 2 in DeepSeek-V3, 1 (the best) in V2.
+        has_bias: whether a correction bias may take part in the choice.
+        softmax_over_chosen: the weights are a softmax over the scores of the chosen experts (gpt-oss: top-k, then
+            softmax); else they are the scores themselves, normalised if `norm_topk`.
+    """
+
+    name: str
+    score: Callable[[torch.Tensor], torch.Tensor]
+    group_best: int = 2
+    has_bias: bool = False
+    softmax_over_chosen: bool = False
+
+
+ROUTER_FAMILIES = {
+    "deepseek_v2": RouterFamily("deepseek_v2", softmax, group_best=1),
+    "deepseek_v3": RouterFamily("deepseek_v3", torch.sigmoid, has_bias=True),
+    "deepseek_v4": RouterFamily("deepseek_v4", sqrt_softplus, has_bias=True),
+    "qwen3_moe": RouterFamily("qwen3_moe", softmax),
+    "gpt_oss": RouterFamily("gpt_oss", identity, softmax_over_chosen=True),
+}
+"""DeepSeek-V3's stands for Kimi-K2, GLM-4.5 and GLM-5 too. Qwen3: softmax, then top-k; gpt-oss: top-k, then softmax."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """What a router decided.
+
+    Attributes:
+        topk_ids: int64 [T, K]; -1 for no expert (masked tokens; ids of -1 that were given).
+        topk_weights: fp32 [T, K], differentiable, exactly 0 where the id is -1.
+        scores: fp32 [T, E], differentiable: for `sequence_loss`.
+    """
+
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    scores: torch.Tensor
+
+
+def route_family(
+    logits: torch.Tensor,
+    config: MoEConfig,
+    family: str | RouterFamily,
+    *,
+    correction_bias: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+) -> Routed:
+    """Choose experts and weigh them, in fp32.
+
+    Args:
+        logits: fp32 [T, E].
+        config: K, groups, normalisation (`norm_topk`: divide by the sum + 1e-20), scaling factor (applied once).
+        family: a name of ROUTER_FAMILIES or a RouterFamily.
+        correction_bias: fp32 [E], only where the family has one; it takes part in the choice and never in a weight.
+        topk_ids: int [T, K] in [-1, E): these experts are used instead of a choice, and only weighed.
+        token_mask: bool [T]; tokens with False get no expert.
+
+    Returns:
+        Routed. Ids of a token are distinct unless given, best choice first.
+
+    Raises:
+        MegaMoEValueError, MegaMoETypeError: unknown family, wrong shapes or dtypes, a bias where the family has none.
+
+    Effects: no synchronisation with the host; the values of given ids are not checked here, but read no foreign memory.
+    """
+    rule = _family(family)
+    _check(logits, config, rule, correction_bias, topk_ids, token_mask)
+    scores = rule.score(logits)
+    if topk_ids is None:
+        topk_ids = _choose(scores, correction_bias, config, rule)
+    topk_ids = topk_ids.long()
+    if token_mask is not None:
+        topk_ids = torch.where(token_mask[:, None], topk_ids, -1)
+    is_expert = topk_ids >= 0
+    chosen = scores.gather(1, topk_ids.clamp(0, config.num_experts - 1))
+    if rule.softmax_over_chosen:
+        chosen = torch.where(is_expert, chosen, float("-inf"))
+        # A row without any expert would be a softmax over nothing.
+        weights = torch.where(is_expert.any(1, keepdim=True), chosen, 0.0).softmax(dim=-1)
+        weights = torch.where(is_expert, weights, 0.0)
+    else:
+        weights = torch.where(is_expert, chosen, 0.0)
+        if config.norm_topk:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + NORM_EPS)
+    return Routed(topk_ids, weights * config.routed_scaling_factor, scores)
+
+
+def hash_ids(token_ids: torch.Tensor, tid2eid: torch.Tensor) -> torch.Tensor:
+    """The experts of each token in a hash layer (DeepSeek-V4): a look-up by vocabulary id, for `topk_ids=`.
+
+    Args:
+        token_ids: int [T] or [B, S].
+        tid2eid: int [vocabulary, K].
+
+    Returns:
+        int64 [T, K].
+
+    Raises:
+        MegaMoEValueError: tid2eid is no [vocabulary, K] table.
+    """
+    if tid2eid.dim() != 2:
+        raise MegaMoEValueError(expected("tid2eid", "[vocabulary, K]", f"shape {tuple(tid2eid.shape)}"))
+    return tid2eid[token_ids.reshape(-1).long()].long()
+
+
+def config_from_hf(config: Any) -> tuple[MoEConfig, str]:
+    """Shape and family of a Hugging Face config of any supported family.
+
+    Args:
+        config: a `transformers` config of DeepSeek-V2, V3, V4, GLM-4.5, GLM-5, Kimi-K2, Qwen3-MoE.
+
+    Returns:
+        (MoEConfig, name in ROUTER_FAMILIES).
+
+    Raises:
+        MegaMoEValueError: another family, or one of these with another scoring function or normalisation.
+    """
+    model_type = getattr(config, "model_type", None)
+    if model_type == "qwen3_moe":
+        moe = MoEConfig(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size,
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            norm_topk=bool(config.norm_topk_prob),
+        )
+        return moe, "qwen3_moe"
+    if model_type == "deepseek_v2":
+        if config.norm_topk_prob:
+            raise MegaMoEValueError(expected("config.norm_topk_prob", "False in DeepSeek-V2", True))
+        grouped = config.topk_method == "group_limited_greedy"
+        moe = MoEConfig(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size,
+            num_experts=config.n_routed_experts,
+            top_k=config.num_experts_per_tok,
+            num_groups=config.n_group if grouped else 1,
+            topk_groups=config.topk_group if grouped else 1,
+            norm_topk=False,
+            routed_scaling_factor=float(config.routed_scaling_factor),
+            num_shared_experts=config.n_shared_experts or 0,
+        )
+        return moe, "deepseek_v2"
+    if model_type == "deepseek_v4":
+        if config.scoring_func != "sqrtsoftplus":
+            raise MegaMoEValueError(expected("config.scoring_func", "'sqrtsoftplus'", repr(config.scoring_func)))
+        moe = MoEConfig(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            routed_scaling_factor=float(config.routed_scaling_factor),
+            num_shared_experts=config.n_shared_experts or 0,
+            clamp=config.swiglu_limit,
+        )
+        return moe, "deepseek_v4"
+    return MoEConfig.from_hf(config), "deepseek_v3"
+
+
+def _family(family: str | RouterFamily) -> RouterFamily:
+    if isinstance(family, RouterFamily):
+        return family
+    if family not in ROUTER_FAMILIES:
+        raise MegaMoEValueError(expected("family", f"one of {', '.join(ROUTER_FAMILIES)}", repr(family)))
+    return ROUTER_FAMILIES[family]
+
+
+def _check(
+    logits: torch.Tensor,
+    config: MoEConfig,
+    rule: RouterFamily,
+    correction_bias: torch.Tensor | None,
+    topk_ids: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
+) -> None:
+    problems = []
+    if logits.dim() != 2 or logits.shape[1] != config.num_experts:
+        problems.append(expected("logits", f"[T, E = {config.num_experts}]", f"shape {tuple(logits.shape)}"))
+    elif topk_ids is not None and topk_ids.shape != (logits.shape[0], config.top_k):
+        want = f"[T = {logits.shape[0]}, K = {config.top_k}]"
+        problems.append(expected("topk_ids", want, f"shape {tuple(topk_ids.shape)}"))
+    if token_mask is not None and token_mask.shape != logits.shape[:1]:
+        problems.append(expected("token_mask", f"[T = {logits.shape[0]}]", f"shape {tuple(token_mask.shape)}"))
+    if correction_bias is not None and not rule.has_bias:
+        problems.append(expected("correction_bias", f"None in the family {rule.name}", "a tensor"))
+    if correction_bias is not None and correction_bias.shape != (config.num_experts,):
+        shape = f"shape {tuple(correction_bias.shape)}"
+        problems.append(expected("correction_bias", f"[E = {config.num_experts}]", shape))
+    if problems:
+        raise MegaMoEValueError("\n".join(problems))
+    for name, tensor in (("logits", logits), ("correction_bias", correction_bias)):
+        if tensor is not None and tensor.dtype != torch.float32:
+            raise MegaMoETypeError(expected(name, "fp32", tensor.dtype, "Rounding it would change choices."))
+    if token_mask is not None and token_mask.dtype != torch.bool:
+        raise MegaMoETypeError(expected("token_mask", "bool", token_mask.dtype))
+    if topk_ids is not None and topk_ids.dtype not in (torch.int32, torch.int64):
+        raise MegaMoETypeError(expected("topk_ids", "int32 or int64", topk_ids.dtype))
+
+
+@torch.no_grad()
+def _choose(
+    scores: torch.Tensor, correction_bias: torch.Tensor | None, config: MoEConfig, rule: RouterFamily
+) -> torch.Tensor:
+    choice = scores if correction_bias is None else scores + correction_bias
+    # A NaN would rank first in one sort and last in another; behind everything, ties still give distinct ids.
+    choice = torch.where(choice.isnan(), float("-inf"), choice)
+    if config.num_groups > 1:
+        each = config.num_experts // config.num_groups
+        grouped = choice.view(-1, config.num_groups, each)
+        group_score = grouped.topk(min(rule.group_best, each), dim=-1).values.sum(dim=-1)
+        best = group_score.topk(config.topk_groups, dim=-1).indices
+        allowed = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
+        # -inf and not 0: with a negative bias 0 would win
+        choice = grouped.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
+    return choice.topk(config.top_k, dim=-1).indices
