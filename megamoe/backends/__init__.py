@@ -1,0 +1,55 @@
+"""Backends, what each can run, and which one "auto" takes: the first of cute, triton, torch that can."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megamoe.backends.base import Backend, Problem
+from megamoe.backends.cute import CuteBackend
+from megamoe.backends.stepwise import StepwiseBackend, TritonBackend
+from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
+
+__all__ = ["BACKENDS", "Backend", "BackendName", "Problem", "check_name", "resolve", "why_not"]
+
+BackendName = Literal["auto", "torch", "triton", "cute"]
+
+BACKENDS: dict[str, Backend] = {
+    "cute": CuteBackend(),
+    "triton": TritonBackend(),
+    "torch": StepwiseBackend("torch", "megamoe.torch_steps"),
+}
+"""By name, in the order in which "auto" tries them."""
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no backend."""
+    if name != "auto" and name not in BACKENDS:
+        raise MegaMoEValueError(expected("backend", f"'auto' or one of {', '.join(map(repr, BACKENDS))}", repr(name)))
+
+
+def why_not(name: str, problem: Problem) -> str | None:
+    """Why a backend cannot run a problem here; None if it can."""
+    check_name(name)
+    return None if name == "auto" else BACKENDS[name].why_not(problem)
+
+
+def resolve(name: str, problem: Problem) -> Backend:
+    """The backend that runs a problem.
+
+    Args:
+        name: "auto" for the fastest that can, or one by name, which is then used or refused, never replaced.
+        problem: what is to run.
+
+    Raises:
+        BackendUnavailable: the one asked for cannot run it; the message says why.
+        MegaMoEValueError: no such backend.
+    """
+    check_name(name)
+    if name != "auto":
+        reason = BACKENDS[name].why_not(problem)
+        if reason is not None:
+            raise BackendUnavailable(
+                f"backend: {name!r} does not run this: {reason}. backend='auto' picks one that does."
+            )
+        return BACKENDS[name]
+    return next(backend for backend in BACKENDS.values() if backend.why_not(problem) is None)

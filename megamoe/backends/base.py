@@ -1,0 +1,89 @@
+"""What a backend is asked, and what it offers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from megamoe.comm.transport import Transport
+from megamoe.quantize import QuantizedWeight
+from megamoe.recipe import Recipe
+from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, Saved, Steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is to run, as far as the choice of a backend depends on it.
+
+    Attributes:
+        device_type: "cuda", "cpu", ...
+        capability: compute capability of the CUDA device, e.g. (9, 0); None elsewhere.
+        precision: of the recipe.
+        hidden_size, intermediate_size: H and I.
+        num_ranks: R.
+        world: "one" rank, "local" virtual ranks in this process, or a process "group".
+    """
+
+    device_type: str
+    capability: tuple[int, int] | None
+    precision: Literal["fp8", "bf16"]
+    hidden_size: int
+    intermediate_size: int
+    num_ranks: int = 1
+    world: Literal["one", "local", "group"] = "one"
+
+    @classmethod
+    def of(
+        cls, device: torch.device, recipe: Recipe, hidden_size: int, intermediate_size: int, **ranks: object
+    ) -> Problem:
+        """The problem on a device of this machine."""
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        return cls(device.type, capability, recipe.precision, hidden_size, intermediate_size, **ranks)  # type: ignore[arg-type]
+
+
+class Backend(Protocol):
+    """One way to compute the layer. Same results within the gates, same saved row order."""
+
+    name: str
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Why it cannot run the problem on this machine; None if it can."""
+        ...
+
+    @property
+    def steps(self) -> Steps:
+        """The steps from which it builds what it does not fuse."""
+        ...
+
+    def copy_weight(
+        self, weight: torch.Tensor | QuantizedWeight, row_groups: int, recipe: Recipe, transposed: bool
+    ) -> tuple[QuantizedWeight, QuantizedWeight | None]:
+        """A weight as the forward reads it and, if asked for, as the backward reads it."""
+        ...
+
+    def forward(
+        self,
+        transport: Transport,
+        xs: Sequence[torch.Tensor],
+        topk_ids: Sequence[torch.Tensor],
+        topk_weights: Sequence[torch.Tensor],
+        experts: Sequence[ExpertWeights],
+        recipe: Recipe,
+        options: ForwardOptions,
+    ) -> tuple[list[torch.Tensor], Saved | None]:
+        """As `megamoe.unfused.forward`."""
+        ...
+
+    def backward(
+        self,
+        transport: Transport,
+        douts: Sequence[torch.Tensor],
+        saved: Saved,
+        experts: Sequence[ExpertWeights],
+        needs: Needs,
+    ) -> Grads:
+        """As `megamoe.unfused.backward`."""
+        ...

@@ -1,0 +1,254 @@
+"""What a call needs beside its tensors: recipe, ranks, backend, sizes. Operators find a context by its number."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+import torch.distributed as dist
+
+from megamoe import backends
+from megamoe.comm import Hierarchy, LocalWorld, Transport, as_transport
+from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError, expected
+from megamoe.recipe import BLOCK, Recipe
+from megamoe.unfused import ForwardOptions, SaveMode
+from megamoe.weights import WeightCopies
+
+World: TypeAlias = LocalWorld | dist.ProcessGroup | Hierarchy | None
+Capacity: TypeAlias = int | Literal["worst"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The part of a context that decides shapes. As a string it is an argument of the operators.
+
+    Attributes:
+        precision: of the recipe.
+        num_ranks: R.
+        num_local: how many of them live in this process.
+        capacity: rows of every pool when R > 1; None: as many as a call needs, which is not known in advance.
+        max_tokens_per_rank: bound of T on any rank of a process group, None if there is none.
+        save: what a forward keeps when a backward is to come.
+    """
+
+    precision: str
+    num_ranks: int
+    num_local: int
+    capacity: Capacity
+    max_tokens_per_rank: int | None
+    save: SaveMode
+
+    def __str__(self) -> str:
+        return " ".join(map(str, dataclasses.astuple(self)))
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """The inverse of str()."""
+        precision, num_ranks, num_local, capacity, max_tokens, save = text.split()
+        rows: Capacity = None if capacity == "None" else "worst" if capacity == "worst" else int(capacity)
+        bound = None if max_tokens == "None" else int(max_tokens)
+        return cls(precision, int(num_ranks), int(num_local), rows, bound, save)  # type: ignore[arg-type]
+
+    @property
+    def is_group(self) -> bool:
+        """Whether other ranks live in other processes."""
+        return self.num_local < self.num_ranks
+
+    def pool_rows(self, tokens: Sequence[int], top_k: int, experts_per_rank: int) -> int | None:
+        """P of every pool of a call; None if only the routing decides it.
+
+        Args:
+            tokens: T of each local rank.
+            top_k: K.
+            experts_per_rank: E_l.
+        """
+        if self.num_ranks > 1 and self.capacity != "worst":
+            return self.capacity
+        if self.is_group:
+            assert self.max_tokens_per_rank is not None
+            return worst_rows(self.num_ranks * self.max_tokens_per_rank * top_k, experts_per_rank)
+        return worst_rows(sum(tokens) * top_k, experts_per_rank)
+
+
+def worst_rows(num_slots: int, experts_per_rank: int) -> int:
+    """Rows of a pool that holds `num_slots` rows however they are spread over the experts; symbolic sizes too."""
+    padding = (BLOCK - 1) * torch.sym_min(experts_per_rank, num_slots)
+    return (num_slots + padding + BLOCK - 1) // BLOCK * BLOCK
+
+
+class MoEContext:
+    """How `mega_moe` runs. Make it once, outside compiled code, and keep it as long as backwards are to come.
+
+    Args:
+        recipe: numerics; None: `Recipe()`.
+        world: None for one rank, a `LocalWorld`, or a process group (or `Hierarchy`) of expert-parallel ranks.
+        backend: "auto", or one of "torch", "triton", "cute", which is used or refused.
+        capacity: R > 1 only: rows of every rank's pool, equal on all ranks, a multiple of 128. None: as many as a call
+            needs (one read-back; under torch.compile sizes must be known, so give a number or "worst"). "worst":
+            enough for any routing. A call that needs more raises CapacityError on all ranks.
+        max_tokens_per_rank: process groups only: bound of T on any rank. With a capacity it makes all shapes static.
+        save: what the forward keeps: "pool", "repull" or "recompute", from most memory to most work.
+        debug: check the values of ids on CUDA devices too, which synchronises; on the CPU they are always checked.
+        copies: where copies of the weights are kept between calls. None: every call makes its own, and so does every
+            backward.
+
+    Raises:
+        MegaMoEValueError, MegaMoETypeError: an argument is outside these.
+
+    Effects: none; no device is touched. Copying a context gives one with the same settings and empty copies.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        *,
+        world: World = None,
+        backend: backends.BackendName = "auto",
+        capacity: Capacity = None,
+        max_tokens_per_rank: int | None = None,
+        save: SaveMode = "pool",
+        debug: bool = False,
+        copies: WeightCopies | None = None,
+    ) -> None:
+        backends.check_name(backend)
+        num_ranks, num_local = _count_ranks(world)
+        _check_sizes(capacity, max_tokens_per_rank, num_ranks, num_local)
+        if save not in get_args(SaveMode)[1:]:
+            raise MegaMoEValueError(expected("save", "'pool', 'repull' or 'recompute'", repr(save)))
+        self.recipe = recipe if recipe is not None else Recipe()
+        self.world, self.backend, self.debug, self.copies = world, backend, debug, copies
+        self.shapes = Spec(self.recipe.precision, num_ranks, num_local, capacity, max_tokens_per_rank, save)
+        self.spec = str(self.shapes)
+        self.anchor = torch.empty(0, requires_grad=True) if self.shapes.is_group else None
+        """Keeps the output of a group attached to autograd on ranks whose own inputs need no gradient: peers wait for
+        their part of the backward."""
+        self._chosen: dict[tuple[Any, ...], backends.Backend] = {}
+        self._transports: dict[str, Transport] = {}
+        self.handle = next(_handles)
+        _contexts[self.handle] = self
+
+    def choose(self, device: torch.device, hidden_size: int, intermediate_size: int) -> backends.Backend:
+        """The backend for weights of a size on a device.
+
+        Raises:
+            BackendUnavailable: the one asked for cannot run it.
+        """
+        key = (device, hidden_size, intermediate_size)
+        if key not in self._chosen:
+            shapes = self.shapes
+            kind = "group" if shapes.is_group else "local" if shapes.num_ranks > 1 else "one"
+            problem = backends.Problem.of(
+                device, self.recipe, hidden_size, intermediate_size, num_ranks=shapes.num_ranks, world=kind
+            )
+            self._chosen[key] = backends.resolve(self.backend, problem)
+        return self._chosen[key]
+
+    def transport(self, backend: backends.Backend) -> Transport:
+        """The transport over this context's ranks for a backend's steps."""
+        if backend.name not in self._transports:
+            world = self.world if self.shapes.num_ranks > 1 or isinstance(self.world, LocalWorld) else None
+            self._transports[backend.name] = as_transport(world, backend.steps)
+        return self._transports[backend.name]
+
+    def options(self, topk_ids: Sequence[torch.Tensor], experts_per_rank: int, save: SaveMode) -> ForwardOptions:
+        """Sizes of a forward; `max_tokens` is set where shapes are static and ids may go unchecked."""
+        num_rows = self.shapes.pool_rows([ids.shape[0] for ids in topk_ids], topk_ids[0].shape[1], experts_per_rank)
+        unchecked = num_rows is not None and not self.debug and topk_ids[0].is_cuda
+        if self.shapes.is_group:
+            return ForwardOptions(save, num_rows, self.static_tokens)
+        return ForwardOptions(save, num_rows, max(ids.shape[0] for ids in topk_ids) if unchecked else None)
+
+    @property
+    def static_tokens(self) -> int | None:
+        """The bound of T with which a process group plans without exchanging sizes; None: it exchanges them."""
+        return self.shapes.max_tokens_per_rank if self.shapes.is_group and self.shapes.capacity is not None else None
+
+    def report(self, error: MegaMoEError, device: torch.device) -> None:
+        """Raise an error that this rank found in its arguments, on all ranks of a group alike."""
+        if self.shapes.is_group and self.static_tokens is None:
+            any_backend = self.choose(device, BLOCK, BLOCK)
+            nothing = torch.empty(0, 1, dtype=torch.int64, device=device)
+            self.transport(any_backend).plan([nothing], self.shapes.num_ranks, error=error)
+        raise error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoEContext:
+        make, settings = self.__reduce__()
+        return make(*settings)  # not a copy of the group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        shapes = self.shapes
+        sizes = (shapes.capacity, shapes.max_tokens_per_rank, shapes.save)
+        return _make_context, (self.recipe, self.world, self.backend, *sizes, self.debug)
+
+
+def _make_context(
+    recipe: Recipe,
+    world: World,
+    backend: backends.BackendName,
+    capacity: Capacity,
+    max_tokens_per_rank: int | None,
+    save: SaveMode,
+    debug: bool,
+) -> MoEContext:
+    return MoEContext(
+        recipe,
+        world=world,
+        backend=backend,
+        capacity=capacity,
+        max_tokens_per_rank=max_tokens_per_rank,
+        save=save,
+        debug=debug,
+    )
+
+
+_contexts: weakref.WeakValueDictionary[int, MoEContext] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+def context_of(handle: int) -> MoEContext:
+    """The context with a number.
+
+    Raises:
+        MegaMoERuntimeError: it is gone.
+    """
+    context = _contexts.get(handle)
+    if context is None:
+        raise MegaMoERuntimeError(
+            "context: expected a MoEContext that is alive, got one that was deleted. Keep a reference to it while "
+            "compiled code or a backward uses it."
+        )
+    return context
+
+
+def _count_ranks(world: World) -> tuple[int, int]:
+    """(R, how many of them live here)."""
+    if world is None:
+        return 1, 1
+    if isinstance(world, LocalWorld):
+        return world.num_ranks, world.num_ranks
+    if isinstance(world, dist.ProcessGroup):
+        return dist.get_world_size(world), 1
+    if isinstance(world, Hierarchy):
+        return dist.get_world_size(world.inside) * dist.get_world_size(world.between), 1
+    raise MegaMoETypeError(expected("world", "None, a LocalWorld, a ProcessGroup or a Hierarchy", type(world).__name__))
+
+
+def _check_sizes(capacity: Capacity, max_tokens: int | None, num_ranks: int, num_local: int) -> None:
+    if (
+        capacity is not None
+        and capacity != "worst"
+        and (not isinstance(capacity, int) or capacity <= 0 or capacity % BLOCK)
+    ):
+        raise MegaMoEValueError(
+            expected("capacity", f"a positive multiple of {BLOCK}, 'worst' or None", repr(capacity))
+        )
+    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens <= 0):
+        raise MegaMoEValueError(expected("max_tokens_per_rank", "a positive integer or None", repr(max_tokens)))
+    if capacity == "worst" and num_local < num_ranks and max_tokens is None:
+        raise MegaMoEValueError(
+            expected("max_tokens_per_rank", "a bound of T, which capacity='worst' needs over a group", None)
+        )

@@ -1,0 +1,321 @@
+"""MegaMoE: the mixture-of-experts layer as a module: router, routed experts, shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+import checkpoints
+from megamoe import backends
+from megamoe.config import MoEConfig
+from megamoe.context import MoEContext, World
+from megamoe.errors import MegaMoEValueError, expected
+from megamoe.functional import mega_moe
+from megamoe.loading import DTYPES, WeightFormat, check_fits, convert, format_of, place, read_config
+from megamoe.quantize import ceil_div, quantize_weight
+from megamoe.recipe import BLOCK, Recipe
+from megamoe.router import Router
+from megamoe.routing_plan import experts_per_rank
+from megamoe.weights import WeightCopies
+
+
+class Experts(nn.Module):
+    """Experts of one process, stacked, and the copies of them that the GEMMs read.
+
+    Args:
+        num_experts: held here.
+        hidden_size: H. intermediate_size: I.
+        weights: "bf16" or "fp32": masters that can be trained. "fp8": e4m3 bytes with fp32 scales, frozen.
+        context: how they run.
+        device: of the parameters.
+
+    Attributes:
+        w13: [E_l, 2I, H], gate rows first. w2: [E_l, H, I].
+        w13_scale, w2_scale: of FP8 weights fp32 [E_l, 2 * ceil(I / 128), ceil(H / 128)] and
+            [E_l, ceil(H / 128), ceil(I / 128)], else None.
+
+    FP8 bytes and scales keep their dtype whatever the module is cast to, and `state_dict` gives them back as they came.
+    """
+
+    w13_scale: nn.Parameter | None
+    w2_scale: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        weights: WeightFormat,
+        context: MoEContext,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        e, h, i = num_experts, hidden_size, intermediate_size
+        trains, dtype = weights != "fp8", DTYPES[weights]
+        self.w13 = nn.Parameter(torch.empty(e, 2 * i, h, device=device, dtype=dtype), requires_grad=trains)
+        self.w2 = nn.Parameter(torch.empty(e, h, i, device=device, dtype=dtype), requires_grad=trains)
+        grids = {
+            "w13_scale": (e, 2 * ceil_div(i, BLOCK), ceil_div(h, BLOCK)),
+            "w2_scale": (e, ceil_div(h, BLOCK), ceil_div(i, BLOCK)),
+        }
+        for name, grid in grids.items():
+            scale = None if trains else nn.Parameter(torch.empty(grid, device=device), requires_grad=False)
+            self.register_parameter(name, scale)
+        self.context = context
+        self.copies = context.copies = WeightCopies(self)
+        self.register_load_state_dict_post_hook(_after_load)
+
+    def reset_parameters(self, std: float) -> None:
+        """Fresh normal weights; FP8 ones are quantised from them, one expert at a time."""
+        for weight, scale, row_groups in ((self.w13, self.w13_scale, 2), (self.w2, self.w2_scale, 1)):
+            if scale is None:
+                nn.init.normal_(weight, std=std)
+                continue
+            if weight.is_meta:
+                continue
+            for e in range(weight.shape[0]):
+                fresh = torch.empty(1, *weight.shape[1:], device=weight.device).normal_(std=std)
+                quantized = quantize_weight(fresh, Recipe(), row_groups)
+                weight.data[e].copy_(quantized.data[0])
+                scale.data[e].copy_(quantized.scale[0])
+        self.copies.refresh()
+
+    def adopt(self, stored: checkpoints.ExpertGroup, weights: WeightFormat) -> None:
+        """Make a checkpoint's tensors the parameters, converted where they are stored in another format."""
+        for name, data, scale, row_groups in (
+            ("w13", stored.w13, stored.w13_scale, 2),
+            ("w2", stored.w2, stored.w2_scale, 1),
+        ):
+            data, scale = convert(data, scale, row_groups, weights)
+            setattr(self, name, nn.Parameter(data, requires_grad=scale is None))
+            setattr(self, f"{name}_scale", None if scale is None else nn.Parameter(scale, requires_grad=False))
+        self.copies.refresh()
+
+    def forward(self, x: Any, topk_ids: Any, topk_weights: Any, *, is_first_microbatch: bool | None = None) -> Any:
+        """`mega_moe` with these weights."""
+        scales = None if self.w13_scale is None or self.w2_scale is None else (self.w13_scale, self.w2_scale)
+        return mega_moe(
+            x,
+            topk_ids,
+            topk_weights,
+            self.w13,
+            self.w2,
+            scales=scales,
+            context=self.context,
+            is_first_microbatch=is_first_microbatch,
+        )
+
+    def train(self, mode: bool = True) -> Experts:
+        if not mode:
+            self.copies.release_transposed()
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Experts:
+        kept = {} if self.w13_scale is None else {name: p.data for name, p in self.named_parameters(recurse=False)}
+        super()._apply(fn, recurse)
+        for name, data in kept.items():
+            parameter = getattr(self, name)
+            if parameter.dtype != data.dtype:
+                parameter.data = data.to(parameter.device)
+        self.copies.refresh()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy or a pickle: copies are made anew
+        super().__setstate__(state)
+        self.copies = self.context.copies = WeightCopies(self)
+
+
+def _after_load(module: nn.Module, incompatible: Any) -> None:
+    assert isinstance(module, Experts)
+    module.copies.refresh()
+
+
+class MegaMoE(nn.Module):
+    """A mixture-of-experts layer with a DeepSeek-V3 router, on one rank or over expert-parallel ranks.
+
+    out = sum of the chosen experts' outputs, each times its weight, + the shared expert's output.
+
+    Args:
+        config: sizes and routing.
+        world: None for one rank; a `LocalWorld(R)`: this module then holds all E experts and takes and returns lists
+            of R tensors; a process group (or `Hierarchy`): it holds its E / R experts and this process's tokens.
+        backend: "auto", "torch", "triton" or "cute".
+        recipe: numerics; None: `Recipe(clamp=config.clamp)`.
+        weights: "bf16" or "fp32" masters, which can be trained, or "fp8": e4m3 bytes and scales, frozen.
+        device: of the parameters.
+        context: capacity, max_tokens_per_rank, save, debug: as for `MoEContext`.
+
+    Attributes:
+        router: `Router`.
+        experts: `Experts`, the routed ones.
+        shared: `Experts` with one expert, or None; it runs with the same recipe on every rank's own tokens.
+
+    Raises:
+        MegaMoEValueError: E is not a multiple of the ranks; recipe and config have different clamps.
+    """
+
+    shared: Experts | None
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        world: World = None,
+        backend: backends.BackendName = "auto",
+        recipe: Recipe | None = None,
+        weights: WeightFormat = "bf16",
+        device: torch.device | str | None = None,
+        **context: Any,
+    ) -> None:
+        super().__init__()
+        if weights not in get_args(WeightFormat):
+            raise MegaMoEValueError(expected("weights", "'fp8', 'bf16' or 'fp32'", repr(weights)))
+        recipe = Recipe(clamp=config.clamp) if recipe is None else recipe
+        if recipe.clamp != config.clamp:
+            raise MegaMoEValueError(expected("recipe.clamp", f"config.clamp = {config.clamp}", recipe.clamp))
+        ranks = MoEContext(recipe, world=world, backend=backend, **context)
+        alone = MoEContext(recipe, backend=backend, save=ranks.shapes.save)
+        each = experts_per_rank(config.num_experts, ranks.shapes.num_ranks)
+        self.config, self.recipe, self.weights = config, recipe, weights
+        self.router = Router(config, device, torch.float32 if weights == "fp32" else torch.bfloat16)
+        size = (config.hidden_size, config.intermediate_size)
+        self.experts = Experts(each * ranks.shapes.num_local, *size, weights, ranks, device)
+        shared_size = (config.hidden_size, config.shared_intermediate_size)
+        self.shared = Experts(1, *shared_size, weights, alone, device) if config.num_shared_experts else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fresh weights of standard deviation `config.initializer_range`."""
+        self.router.reset_parameters()
+        for experts in (self.experts, self.shared):
+            if experts is not None:
+                experts.reset_parameters(self.config.initializer_range)
+
+    def forward(self, x: Any, *, is_first_microbatch: bool | None = None, return_expert_counts: bool = False) -> Any:
+        """Apply the layer.
+
+        Args:
+            x: [T, H] or [B, S, H], bf16; fp16 and fp32 are rounded to bf16 for the experts, not for the router. Over a
+                LocalWorld a list of R such tensors (with R = 1 one tensor does). Never written to.
+            is_first_microbatch: False: the weights have not changed since the forward before, so their copies are
+                reused; None or True: weights that train are quantised again.
+            return_expert_counts: also return how many of these tokens chose each expert.
+
+        Returns:
+            out of x's shape and dtype, in an autocast region of the autocast dtype; with `return_expert_counts`
+            (out, counts int64 [E]). Lists over a LocalWorld.
+
+        Raises:
+            As `mega_moe`.
+
+        Effects: as `mega_moe`.
+        """
+        is_list = not isinstance(x, torch.Tensor)
+        xs: list[torch.Tensor] = list(x) if is_list else [x]
+        hidden = self.config.hidden_size
+        for i, value in enumerate(xs):
+            if value.dim() not in (2, 3) or value.shape[-1] != hidden:
+                name = f"x[{i}]" if is_list else "x"
+                raise MegaMoEValueError(
+                    expected(name, f"[T, {hidden}] or [B, S, {hidden}]", f"shape {tuple(value.shape)}")
+                )
+        device_type = xs[0].device.type
+        is_autocast = torch.is_autocast_enabled(device_type)
+        dtypes = [torch.get_autocast_dtype(device_type) if is_autocast else value.dtype for value in xs]
+        with torch.autocast(device_type, enabled=False):
+            flat = [value.reshape(-1, hidden) for value in xs]
+            outs, counts = self._apply_experts(flat, is_first_microbatch)
+        outs = [out.to(dtype).view(v.shape) for out, dtype, v in zip(outs, dtypes, xs, strict=True)]
+        if return_expert_counts:
+            return (outs, counts) if is_list else (outs[0], counts[0])
+        return outs if is_list else outs[0]
+
+    def _apply_experts(
+        self, flat: list[torch.Tensor], is_first_microbatch: bool | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(out, counts) of each local rank. What belongs to a token alone is computed for all local ranks at once."""
+        tokens = [x.shape[0] for x in flat]
+        everything = torch.cat(flat) if len(flat) > 1 else flat[0]
+        topk_ids, topk_weights = self.router(everything)
+        ids, weights = list(topk_ids.split(tokens)), list(topk_weights.split(tokens))
+        rounded = everything.to(torch.bfloat16)
+        outs = self.experts(list(rounded.split(tokens)), ids, weights, is_first_microbatch=is_first_microbatch)
+        if self.shared is not None:
+            first = topk_ids.new_zeros(rounded.shape[0], 1)
+            one = topk_weights.new_ones(rounded.shape[0], 1)
+            shared = self.shared(rounded, first, one, is_first_microbatch=is_first_microbatch)
+            outs = [out + part for out, part in zip(outs, shared.split(tokens), strict=True)]
+        return outs, [_count(rank_ids, self.config.num_experts) for rank_ids in ids]
+
+    def refresh_weights(self) -> None:
+        """Say that weights were written in a way that torch does not see; the next forward copies them anew."""
+        for experts in (self.experts, self.shared):
+            if experts is not None:
+                experts.copies.refresh()
+
+    def backend_name(self) -> str:
+        """The backend that "auto" takes for the device on which the weights are."""
+        w13 = self.experts.w13
+        return self.experts.context.choose(w13.device, w13.shape[2], self.config.intermediate_size).name
+
+    def extra_repr(self) -> str:
+        return f"{self.config}, {self.recipe}, weights={self.weights!r}"
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        folder: str | Path,
+        layer: int,
+        *,
+        config: MoEConfig | None = None,
+        weights: WeightFormat | None = None,
+        device: torch.device | str = "cpu",
+        world: World = None,
+        allow_links: bool = False,
+        **options: Any,
+    ) -> MegaMoE:
+        """One MoE layer of a checkpoint in the format of DeepSeek-V3 and its relatives.
+
+        Args:
+            folder: with safetensors files and, unless `config` is given, config.json.
+            layer: its number in the model.
+            config: of the layer; None: read from config.json.
+            weights: None: as stored (FP8 bytes and scales are used as they are). "bf16", "fp32": masters, dequantised
+                from FP8 where that is stored. "fp8": quantised 128 x 128 where bf16 is stored.
+            device: where the layer goes.
+            world: ranks; a process group's rank reads its own experts only.
+            allow_links: as for `checkpoints.load_moe_layer`.
+            options: backend, recipe and what else the constructor takes.
+
+        Raises:
+            checkpoints.CheckpointError: files, keys, shapes or dtypes are not right.
+            MegaMoEValueError: the configuration does not fit the checkpoint, or its router is not DeepSeek-V3's.
+        """
+        if config is None:
+            config = MoEConfig.from_hf(read_config(Path(folder)))
+        rank, num_ranks = place(world)
+        stored = checkpoints.load_moe_layer(
+            folder, layer, rank=rank, num_ranks=num_ranks, device=device, allow_links=allow_links
+        )
+        check_fits(config, stored)
+        weights = format_of(stored.routed) if weights is None else weights
+        made = cls(config, world=world, weights=weights, device="meta", **options)
+        made.router.weight = nn.Parameter(stored.router_weight)
+        bias = stored.correction_bias
+        made.router.correction_bias = (
+            torch.zeros(config.num_experts, device=device) if bias is None else bias.to(torch.float32)
+        )
+        made.experts.adopt(stored.routed, weights)
+        if made.shared is not None and stored.shared is not None:
+            made.shared.adopt(stored.shared, weights)
+        return made
+
+
+def _count(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Slots of each expert, int64 [E]."""
+    flat = topk_ids.flatten()
+    return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))

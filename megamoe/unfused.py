@@ -1,0 +1,236 @@
+"""The layer as separate steps around a transport, forward and backward: one text for the torch and the Triton steps.
+
+A list has one entry for each rank that lives in this process. `steps` is a module with the functions of
+`megamoe.torch_steps`; a transport moves rows between ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from megamoe.comm.transport import Transport
+from megamoe.quantize import QuantizedRows, QuantizedWeight
+from megamoe.recipe import Recipe
+from megamoe.routing_plan import RoutingPlan
+
+Steps: TypeAlias = Any
+"""A module that offers what `megamoe.torch_steps` lists in `__all__`."""
+
+SaveMode = Literal["none", "pool", "repull", "recompute"]
+"""What the forward keeps for the backward.
+
+"pool": the rows that were dispatched and gate/up. "repull": gate/up only; the backward dispatches x again.
+"recompute": neither; the backward also repeats GEMM 1. "none": nothing. The gradients are the same bit for bit.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertWeights:
+    """The experts of one rank as the GEMMs read them.
+
+    Attributes:
+        w13: [E_l, 2I, H], gate rows first.
+        w2: [E_l, H, I].
+        w13_t: [E_l, H, 2I], the transposed copy for the backward; None where there is none to come.
+        w2_t: [E_l, I, H].
+    """
+
+    w13: QuantizedWeight
+    w2: QuantizedWeight
+    w13_t: QuantizedWeight | None = None
+    w2_t: QuantizedWeight | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardOptions:
+    """How a forward runs.
+
+    Attributes:
+        save: what it keeps for the backward.
+        num_rows: rows of every pool, None: just enough.
+        max_tokens: as for `Transport.plan`: with it ids are not checked and nothing synchronises.
+    """
+
+    save: SaveMode = "none"
+    num_rows: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What the backward needs from the forward.
+
+    Attributes:
+        plan: the call's routing.
+        recipe: of the call.
+        weights: fp32 [P], the routing weight of each row.
+        gate_ups: bf16 [P, 2I], or None after save="recompute".
+        pools: rows as they travelled, or None after save="repull" or "recompute".
+        xs: the inputs, where the pools are None.
+    """
+
+    plan: RoutingPlan
+    recipe: Recipe
+    weights: list[torch.Tensor]
+    gate_ups: list[torch.Tensor] | None
+    pools: list[QuantizedRows] | None
+    xs: list[torch.Tensor] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Which gradients are wanted.
+
+    Attributes:
+        x, topk_weights: whether the gradient is wanted on this process.
+        w13, w2: where each local rank's weight gradient goes ([E_l, 2I, H], [E_l, H, I]; fp32 or bf16), or None. They
+            are overwritten, with zeros for experts without rows.
+    """
+
+    x: bool = True
+    topk_weights: bool = True
+    w13: list[torch.Tensor] | None = None
+    w2: list[torch.Tensor] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Grads:
+    """Gradients of each local rank; None where `Needs` did not ask and no other rank depends on it.
+
+    dx bf16 [T, H]; dp fp32 [T, K], exactly 0 for slots without an expert.
+    """
+
+    dx: list[torch.Tensor] | None
+    dp: list[torch.Tensor] | None
+    dw13: list[torch.Tensor] | None
+    dw2: list[torch.Tensor] | None
+
+
+def forward(
+    steps: Steps,
+    transport: Transport,
+    xs: Sequence[torch.Tensor],
+    topk_ids: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor],
+    experts: Sequence[ExpertWeights],
+    recipe: Recipe,
+    options: ForwardOptions | None = None,
+) -> tuple[list[torch.Tensor], Saved | None]:
+    """Route rows to their experts, apply them, bring the sums home.
+
+    Args:
+        steps: who computes.
+        transport: who moves rows; every rank of it makes this call, also with T = 0.
+        xs: [T, H] bf16, T may differ and be 0.
+        topk_ids: int32 or int64 [T, K], global expert ids, -1 for none.
+        topk_weights: fp32 [T, K].
+        experts: of each local rank.
+        recipe: formats and clamp.
+        options: what to keep, and sizes; None: the defaults.
+
+    Returns:
+        (out bf16 [T, H] of each local rank, Saved or None).
+    """
+    options = options or ForwardOptions()
+    num_experts = experts[0].w13.data.shape[0] * transport.num_ranks
+    plan = transport.plan(list(topk_ids), num_experts, options.num_rows, max_tokens=options.max_tokens)
+    pools = _dispatch_rows(steps, transport, xs, plan, recipe)
+    weights = transport.dispatch_weights(list(topk_weights), plan)
+    gate_ups = _gate_ups(steps, transport, pools, plan, experts)
+    ys = []
+    for rank, gate_up, weight, mine in zip(transport.local_ranks, gate_ups, weights, experts, strict=True):
+        h = steps.swiglu(gate_up, weight, recipe)
+        ys.append(steps.grouped_gemm(h, mine.w2, plan.ranks[rank]))
+    outs = transport.combine_rows(ys, plan)
+    save = options.save
+    if save == "none":
+        return outs, None
+    saved = Saved(
+        plan,
+        recipe,
+        weights,
+        gate_ups if save in ("pool", "repull") else None,
+        pools if save == "pool" else None,
+        None if save == "pool" else list(xs),
+    )
+    return outs, saved
+
+
+def backward(
+    steps: Steps,
+    transport: Transport,
+    douts: Sequence[torch.Tensor],
+    saved: Saved,
+    experts: Sequence[ExpertWeights],
+    needs: Needs,
+) -> Grads:
+    """The gradients of `forward`.
+
+    With several ranks dx and dp are computed and sent whatever `needs` says, since other ranks wait for their rows;
+    only weight gradients are skipped locally.
+
+    Args:
+        steps, transport: as for the forward.
+        douts: [T, H] bf16 of each local rank.
+        saved: from the forward.
+        experts: of each local rank, with the transposed copies.
+        needs: which gradients are wanted.
+
+    Returns:
+        Grads.
+    """
+    plan, recipe = saved.plan, saved.recipe
+    d_pools = _dispatch_rows(steps, transport, douts, plan, recipe)
+    pools = saved.pools
+    if pools is None and (needs.w13 is not None or saved.gate_ups is None or transport.num_ranks > 1):
+        assert saved.xs is not None
+        pools = _dispatch_rows(steps, transport, saved.xs, plan, recipe)
+    gate_ups = saved.gate_ups
+    if gate_ups is None:
+        assert pools is not None
+        gate_ups = _gate_ups(steps, transport, pools, plan, experts)
+
+    travels = transport.num_ranks > 1
+    d_rows, d_weights = [], []
+    for i, rank in enumerate(transport.local_ranks):
+        mine, segment = experts[i], plan.ranks[rank]
+        assert mine.w13_t is not None and mine.w2_t is not None
+        dh = steps.grouped_gemm(d_pools[i], mine.w2_t, segment, torch.float32)
+        grads = steps.swiglu_backward(dh, gate_ups[i], saved.weights[i], recipe)
+        del dh
+        d_weights.append(grads.d_weight)
+        if needs.x or travels:
+            d_rows.append(steps.grouped_gemm(grads.d_gate_up, mine.w13_t, segment))
+        if needs.w13 is not None:
+            assert pools is not None
+            x_rows = steps.dequantize(pools[i])
+            steps.wgrad(grads.d_gate_up_bf16, x_rows, segment, out=needs.w13[i])
+        if needs.w2 is not None:
+            d_out_rows = steps.dequantize(d_pools[i])
+            steps.wgrad(d_out_rows, grads.weighted_act, segment, out=needs.w2[i])
+    dx = transport.combine_rows(d_rows, plan) if needs.x or travels else None
+    dp = transport.combine_weight_grads(d_weights, plan) if needs.topk_weights or travels else None
+    return Grads(dx, dp, needs.w13, needs.w2)
+
+
+def _dispatch_rows(
+    steps: Steps, transport: Transport, rows: Sequence[torch.Tensor], plan: RoutingPlan, recipe: Recipe
+) -> list[QuantizedRows]:
+    return transport.dispatch_rows([steps.quantize_rows(r, recipe) for r in rows], plan)
+
+
+def _gate_ups(
+    steps: Steps,
+    transport: Transport,
+    pools: Sequence[QuantizedRows],
+    plan: RoutingPlan,
+    experts: Sequence[ExpertWeights],
+) -> list[torch.Tensor]:
+    return [
+        steps.grouped_gemm(pool, mine.w13, plan.ranks[rank])
+        for rank, pool, mine in zip(transport.local_ranks, pools, experts, strict=True)
+    ]
