@@ -52,9 +52,8 @@ def make_exchange(plan: RoutingPlan, wire: Wire, lane_tokens: list[list[int]], p
     group = torch.where(owner >= 0, owner, ranks).flatten().long()
     home, sent_counts = _positions(group, row.flatten().long(), ranks, pair_rows)
 
-    last = torch.tensor(lane_tokens, device=device).cumsum(0)  # [lanes, R]: first token behind each lane's
     source = mine.source_rank.long()
-    of_lane = (mine.token[None] >= last[:, source.clamp_min(0)]).sum(0)
+    of_lane = _lane_of(mine, lane_tokens) if wire.num_lanes > 1 else 0
     senders = wire.num_lanes * ranks
     group = torch.where(source >= 0, of_lane * ranks + source, senders)
     arrival, received_counts = _positions(group, torch.arange(mine.num_rows, device=device), senders, pair_rows)
@@ -72,6 +71,12 @@ def make_exchange(plan: RoutingPlan, wire: Wire, lane_tokens: list[list[int]], p
     )
     in_order = mine.counts.shape[0] == 1 and wire.num_lanes == 1 and pair_rows is None
     return Exchange(counts, _inverse(home, sent), _inverse(arrival, received), in_order, pool_plan, home_plan)
+
+
+def _lane_of(mine: RankPlan, lane_tokens: list[list[int]]) -> torch.Tensor:
+    """Which lane of its source each pool row comes from, int64 [P] (padding: anything)."""
+    last = torch.tensor(lane_tokens, device=mine.token.device).cumsum(0)  # [lanes, R]: first token behind each lane's
+    return (mine.token[None] >= last[:, mine.source_rank.long().clamp_min(0)]).sum(0)
 
 
 def _positions(

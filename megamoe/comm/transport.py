@@ -7,6 +7,7 @@ give the same bits: those of one rank that holds the whole batch and all experts
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Protocol
 
@@ -28,13 +29,16 @@ class Transport(Protocol):
     """Moves rows between ranks. Lists have one entry per rank that lives in this process.
 
     Attributes:
-        num_ranks: R. local_ranks: which of them live here: all of a LocalWorld, one of a process group.
+        num_ranks: R, the owners of experts. local_ranks: which of them live here: all of a LocalWorld, one of a process
+            group.
+        num_sources: processes or virtual ranks that bring tokens: R, times the lanes of tensor-parallel experts.
 
     Every rank joins every method, in the same order, also with T = 0 and with experts that receive nothing.
     """
 
     num_ranks: int
     local_ranks: tuple[int, ...]
+    num_sources: int
 
     def plan(
         self,
@@ -44,6 +48,7 @@ class Transport(Protocol):
         *,
         alignment: int = BLOCK,
         max_tokens: int | None = None,
+        agreed: Mapping[str, int] | None = None,
         error: Exception | None = None,
     ) -> RoutingPlan:
         """Plan a call from the ids of all ranks.
@@ -54,11 +59,20 @@ class Transport(Protocol):
             alignment: rows to which an expert's segment is rounded up.
             max_tokens: tokens of any rank, a bound; with it (and num_rows) shapes are static and nothing synchronises
                 with the device; ids outside [0, E) then count as -1. None: sizes are exchanged and read back.
+            agreed: argument -> value of what else must be equal on all ranks (checked where sizes are exchanged).
             error: what the caller found wrong with this rank's arguments: all ranks then raise.
 
         Raises:
             MegaMoETypeError, MegaMoEValueError, CapacityError: alike on all ranks, save that ranks whose own arguments
             are right raise MegaMoERuntimeError, which quotes the error of the other.
+        """
+
+    def plan_tokens(self, plan: RoutingPlan, num_rows: int | None = None) -> RoutingPlan:
+        """The plan with one row per token and rank that owns one of its experts, by (source rank, token), no padding.
+
+        Args:
+            plan: with one row per token and expert, from `plan`.
+            num_rows: as there; given, nothing synchronises.
         """
 
     def dispatch_rows(self, rows: list[QuantizedRows], plan: RoutingPlan) -> list[QuantizedRows]:
@@ -101,7 +115,7 @@ class LocalTransport:
 
     def __init__(self, world: LocalWorld, steps: ModuleType) -> None:
         self.world, self.steps = world, steps
-        self.num_ranks = world.num_ranks
+        self.num_ranks = self.num_sources = world.num_ranks
         self.local_ranks = tuple(range(world.num_ranks))
 
     def plan(
@@ -112,6 +126,7 @@ class LocalTransport:
         *,
         alignment: int = BLOCK,
         max_tokens: int | None = None,
+        agreed: Mapping[str, int] | None = None,
         error: Exception | None = None,
     ) -> RoutingPlan:
         if error is not None:
@@ -122,6 +137,9 @@ class LocalTransport:
             )
         unchecked = {} if max_tokens is None else {"checked": False}
         return self.steps.make_plan(topk_ids, num_experts, alignment=alignment, num_rows=num_rows, **unchecked)
+
+    def plan_tokens(self, plan: RoutingPlan, num_rows: int | None = None) -> RoutingPlan:
+        return _plan_tokens(self.steps, plan, num_rows)
 
     def dispatch_rows(self, rows: list[QuantizedRows], plan: RoutingPlan) -> list[QuantizedRows]:
         return [self.steps.dispatch(rows, mine) for mine in plan.ranks]
@@ -157,6 +175,7 @@ class GroupTransport:
     def __init__(self, group: dist.ProcessGroup | Hierarchy | TensorParallel, steps: ModuleType) -> None:
         self.wire, self.steps = make_wire(group), steps
         self.num_ranks = self.wire.num_ranks
+        self.num_sources = self.num_ranks * self.wire.num_lanes
         self.local_ranks: tuple[int, ...] = (self.wire.rank,)
 
     def plan(
@@ -167,6 +186,7 @@ class GroupTransport:
         *,
         alignment: int = BLOCK,
         max_tokens: int | None = None,
+        agreed: Mapping[str, int] | None = None,
         error: Exception | None = None,
     ) -> GroupPlan:
         (ids,) = topk_ids
@@ -176,7 +196,13 @@ class GroupTransport:
         except MegaMoEError as found:
             error = error or found
         if max_tokens is None:
-            lane_tokens = self._agree(ids, num_experts, num_rows, alignment, error)
+            facts = {
+                "num_experts": num_experts,
+                "num_rows": -1 if num_rows is None else num_rows,
+                "alignment": alignment,
+                **(agreed or {}),
+            }
+            lane_tokens = self._agree(ids, facts, error)
             unchecked = {}
         elif error is not None:
             raise error
@@ -193,21 +219,18 @@ class GroupTransport:
         plan = self.steps.make_plan(every_source, num_experts, alignment=alignment, num_rows=num_rows, **unchecked)
         return self.attach(plan, lane_tokens, max_tokens, ids.shape[1])
 
-    def _agree(
-        self, ids: torch.Tensor, num_experts: int, num_rows: int | None, alignment: int, error: Exception | None
-    ) -> list[list[int]]:
+    def _agree(self, ids: torch.Tensor, facts: dict[str, int], error: Exception | None) -> list[list[int]]:
         """Exchange sizes; refuse together what must be equal and is not."""
         tokens, slots = ids.shape if ids.dim() == 2 else (0, 0)
-        facts = {
-            "tokens": tokens,
-            "topk_ids.shape[1]": slots,
-            "num_experts": num_experts,
-            "num_rows": -1 if num_rows is None else num_rows,
-            "alignment": alignment,
-        }
-        everyone = agree(self.wire, facts, error, ids.device)
-        check_equal(everyone, [name for name in facts if name != "tokens"])
-        return [[facts["tokens"] for facts in lane] for lane in everyone]
+        facts = {"topk_ids.shape[1]": slots, **facts}
+        everyone = agree(self.wire, {"tokens": tokens, **facts}, error, ids.device)
+        check_equal(everyone, list(facts))
+        return [[theirs["tokens"] for theirs in lane] for lane in everyone]
+
+    def plan_tokens(self, plan: RoutingPlan, num_rows: int | None = None) -> GroupPlan:
+        assert isinstance(plan, GroupPlan)
+        tokens = _plan_tokens(self.steps, plan, num_rows)
+        return self.attach(tokens, plan.lane_tokens, plan.max_tokens, 1)
 
     def attach(
         self, plan: RoutingPlan, lane_tokens: list[list[int]], max_tokens: int | None, slots_per_owner: int
@@ -257,8 +280,18 @@ class GroupTransport:
         return self.wire.back(rows, exchange.counts)
 
 
+def _plan_tokens(steps: ModuleType, plan: RoutingPlan, num_rows: int | None) -> RoutingPlan:
+    """With the ranks in the place of experts: each token names every rank that owns one of its experts, once."""
+    ranks = plan.num_ranks
+    ids = []
+    for owner in plan.owner:
+        named = owner.new_full((owner.shape[0], ranks + 1), -1)
+        ids.append(named.scatter_(1, torch.where(owner >= 0, owner, ranks).long(), owner)[:, :ranks])
+    return steps.make_plan(ids, ranks, alignment=1, num_rows=num_rows, checked=num_rows is None)
+
+
 def _exchange(plan: RoutingPlan) -> Exchange:
-    assert isinstance(plan, GroupPlan), "plans of a GroupTransport come from its own plan() or attach()"
+    assert isinstance(plan, GroupPlan), "plans of a GroupTransport come from its own methods"
     return plan.exchange
 
 

@@ -192,6 +192,8 @@ class TensorParallelWire:
 
 # ---------------------------------------------------------------- the collectives underneath
 
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+
 
 def all_to_all(rows: torch.Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Send `there[r]` consecutive rows to each rank of the group and receive `here[r]`; any dtype, as bytes."""
@@ -202,7 +204,7 @@ def all_to_all(rows: torch.Tensor, there: list[int], here: list[int], group: dis
 
 def _all_gather(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     out = torch.empty(dist.get_world_size(group), *value.shape, dtype=value.dtype, device=value.device)
-    dist.all_gather_into_tensor(_as_bytes(out).flatten(), _as_bytes(value.contiguous()).flatten(), group=group)
+    _all_gather_single(_as_bytes(out).flatten(), _as_bytes(value.contiguous()).flatten(), group=group)
     return out
 
 

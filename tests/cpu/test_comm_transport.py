@@ -14,26 +14,8 @@ from megamoe.comm.transport import Transport
 from megamoe.errors import CapacityError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError
 from megamoe.quantize import QuantizedRows, quantize_rows
 from megamoe.recipe import Recipe
+from tests.support.comm_cases import Case, make_batch
 from tests.support.distributed import run_ranks
-
-HIDDEN = 160  # a partial scale block
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Tokens of each rank, experts, slots; which experts the ids may name; pool rows (None: as many as needed)."""
-
-    tokens: tuple[int, ...]
-    num_experts: int
-    slots: int
-    named: tuple[int, int] | None = None
-    num_rows: int | None = None
-    precision: str = "fp8"
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.tokens)
-
 
 CASES = {
     2: [
@@ -53,25 +35,18 @@ CASES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
-    """The tensors of all ranks."""
+class Rows:
+    """The tensors of all ranks, x quantised."""
 
     rows: list[QuantizedRows]
     ids: list[torch.Tensor]
     weights: list[torch.Tensor]
 
 
-def make_batch(case: Case) -> Batch:
-    generator = torch.Generator().manual_seed(sum(case.tokens) * 31 + case.num_experts)
-    low, high = case.named or (0, case.num_experts)
-    rows, ids, weights = [], [], []
-    for tokens in case.tokens:
-        x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
-        rows.append(quantize_rows(x, Recipe(precision=case.precision)))
-        of_rank = torch.randint(low, high, (tokens, case.slots), generator=generator)
-        ids.append(of_rank.masked_fill(torch.rand(tokens, case.slots, generator=generator) < 0.2, -1))
-        weights.append(torch.rand(tokens, case.slots, generator=generator))
-    return Batch(rows, ids, weights)
+def make_rows(case: Case) -> Rows:
+    batch = make_batch(case)
+    rows = [quantize_rows(x, Recipe(precision=case.precision)) for x in batch.x]
+    return Rows(rows, batch.ids, batch.weights)
 
 
 def by_expert(x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
@@ -89,7 +64,7 @@ class Result:
     weight_grads: torch.Tensor
 
 
-def travel(transport: Transport, case: Case, batch: Batch) -> list[Result]:
+def travel(transport: Transport, case: Case, batch: Rows) -> list[Result]:
     """Forward and home again on every rank of this process; padding is poisoned before it goes home."""
     here = transport.local_ranks
     plan = transport.plan([batch.ids[r] for r in here], case.num_experts, case.num_rows)
@@ -111,18 +86,17 @@ def travel(transport: Transport, case: Case, batch: Batch) -> list[Result]:
     return results
 
 
-def one_rank_result(case: Case, batch: Batch) -> Result:
+def one_rank_result(case: Case, batch: Rows) -> Result:
     """The same global batch on one rank that holds all experts."""
     scales = [q.scale for q in batch.rows if q.scale is not None]
     rows = QuantizedRows(torch.cat([q.data for q in batch.rows]), torch.cat(scales) if scales else None)
-    whole = Batch([rows], [torch.cat(batch.ids)], [torch.cat(batch.weights)])
+    whole = Rows([rows], [torch.cat(batch.ids)], [torch.cat(batch.weights)])
     alone = dataclasses.replace(case, tokens=(sum(case.tokens),), num_rows=None)
     return travel(as_transport(None, torch_steps), alone, whole)[0]
 
 
-def check(case: Case, batch: Batch, rank: int, result: Result, whole: Result) -> None:
-    begin = sum(case.tokens[:rank])
-    mine = slice(begin, begin + case.tokens[rank])
+def check(case: Case, batch: Rows, rank: int, result: Result, whole: Result) -> None:
+    mine = case.tokens_of(rank)
     assert torch.equal(result.out, whole.out[mine]), (case, rank)
     assert torch.equal(result.weight_grads, whole.weight_grads[mine]), (case, rank)
     assert result.weight_grads[batch.ids[rank] < 0].count_nonzero() == 0
@@ -130,7 +104,7 @@ def check(case: Case, batch: Batch, rank: int, result: Result, whole: Result) ->
 
 @pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases], ids=str)
 def test_local_world_equals_one_rank(case: Case) -> None:
-    batch = make_batch(case)
+    batch = make_rows(case)
     whole = one_rank_result(case, batch)
     results = travel(as_transport(LocalWorld(case.num_ranks), torch_steps), case, batch)
     for rank, result in enumerate(results):
@@ -143,7 +117,7 @@ def test_local_world_equals_one_rank(case: Case) -> None:
 
 def _compare_with_local(transport: Transport, case: Case) -> None:
     """This rank's results against those of a LocalWorld and of one rank; `case` in ranks of the group."""
-    batch = make_batch(case)
+    batch = make_rows(case)
     (result,) = travel(transport, case, batch)
     (rank,) = transport.local_ranks
     check(case, batch, rank, result, one_rank_result(case, batch))
@@ -197,7 +171,7 @@ def _tensor_parallel_cases(rank: int) -> None:
     owner, lane = rank // 2, rank % 2
     assert transport.num_ranks == 2 and transport.local_ranks == (owner,)
     for case in CASES[4][:1] + [Case((0, 5, 0, 0), 2, 2), Case((130, 5, 3, 40), 4, 2, precision="bf16")]:
-        batch = make_batch(case)  # rank = 2 * owner + lane: the tokens of an owner are those of its lanes
+        batch = make_rows(case)  # rank = 2 * owner + lane: the tokens of an owner are those of its lanes
         whole = one_rank_result(case, batch)
         plan = transport.plan([batch.ids[rank]], case.num_experts)
         (pool,) = transport.dispatch_rows([batch.rows[rank]], plan)
@@ -209,8 +183,7 @@ def _tensor_parallel_cases(rank: int) -> None:
         y = by_expert(pool.dequantize(), plan.ranks[owner].expert_of_row() + owner * case.num_experts // 2)
         share = (y * 0.25, y * 0.75)[lane] if case.precision == "bf16" else (y * 0.5)
         (out,) = transport.combine_rows([share], plan)
-        begin = sum(case.tokens[:rank])
-        mine = slice(begin, begin + case.tokens[rank])
+        mine = case.tokens_of(rank)
         if case.precision == "bf16":  # 0.75 y is rounded once
             torch.testing.assert_close(out, whole.out[mine], rtol=2e-2, atol=2e-2)
         else:
