@@ -16,6 +16,7 @@ TORCH ?= $(if $(HAS_GPU),torch>=2.10,torch==2.13.0)
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
 READY :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready

@@ -168,8 +168,8 @@ def make_plan(
     shapes = [tuple(ids.shape) for ids in topk_ids]
 
     def by_rank(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts = values.int().split([ids.numel() for ids in topk_ids])
-        return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+        parts = values.split([ids.numel() for ids in topk_ids])
+        return tuple(part.int().view(shape) for part, shape in zip(parts, shapes, strict=True))  # no shared storage
 
     return RoutingPlan(num_experts, tuple(ranks), by_rank(owner), by_rank(row))
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from megamoe.errors import MegaMoEValueError, expected
+from megamoe.quantize import QuantizedWeight
 from megamoe.reference import Inputs
 from megamoe.routing_plan import experts_per_rank
 
@@ -66,7 +67,8 @@ class Problem:
     Attributes:
         spec: what was drawn.
         xs: bf16 [T_r, H]. topk_ids: int64 [T_r, K]. topk_weights: fp32 [T_r, K]. douts: bf16 [T_r, H].
-        w13_E2IH, w2_EHI: bf16, of all experts.
+        w13_E2IH, w2_EHI: of all experts, bf16 or fp32; what the oracle uses.
+        quantized: (w13, w2) as the GEMMs read them, None: the backend quantises w13_E2IH and w2_EHI itself.
     """
 
     spec: ProblemSpec
@@ -76,17 +78,31 @@ class Problem:
     douts: list[torch.Tensor]
     w13_E2IH: torch.Tensor
     w2_EHI: torch.Tensor
+    quantized: tuple[QuantizedWeight, QuantizedWeight] | None = None
 
     def global_inputs(self) -> Inputs:
-        """The same call on one rank that holds every token: what the oracle and the emulation take."""
-        return Inputs(
-            torch.cat(self.xs), torch.cat(self.topk_ids), torch.cat(self.topk_weights), self.w13_E2IH, self.w2_EHI
-        )
+        """The same call on one rank that holds every token, as the oracle takes it."""
+        one = self.on_one_rank()
+        return Inputs(one.xs[0], one.topk_ids[0], one.topk_weights[0], self.w13_E2IH, self.w2_EHI)
 
-    def to(self, device: torch.device | str) -> Problem:
-        """The same numbers on another device."""
-        lists = [[v.to(device) for v in values] for values in (self.xs, self.topk_ids, self.topk_weights, self.douts)]
-        return Problem(self.spec, *lists, self.w13_E2IH.to(device), self.w2_EHI.to(device))
+    def on_one_rank(self) -> Problem:
+        """The same call on one rank that holds every token."""
+        lists = (self.xs, self.topk_ids, self.topk_weights, self.douts)
+        xs, ids, weights, douts = ([torch.cat(values)] for values in lists)
+        spec = dataclasses.replace(self.spec, num_tokens=(sum(self.spec.num_tokens),))
+        return dataclasses.replace(self, spec=spec, xs=xs, topk_ids=ids, topk_weights=weights, douts=douts)
+
+    def weights_of(self, rank: int) -> tuple[torch.Tensor | QuantizedWeight, torch.Tensor | QuantizedWeight]:
+        """w13 and w2 of one rank's experts, quantised if they are given so."""
+        num_experts = experts_per_rank(self.spec.num_experts, self.spec.num_ranks)
+        mine = slice(rank * num_experts, (rank + 1) * num_experts)
+        if self.quantized is None:
+            return self.w13_E2IH[mine], self.w2_EHI[mine]
+        w13, w2 = (
+            dataclasses.replace(w, data=w.data[mine], scale=None if w.scale is None else w.scale[mine])
+            for w in self.quantized
+        )
+        return w13, w2
 
 
 def make_problem(spec: ProblemSpec, device: torch.device | str = "cpu") -> Problem:
@@ -110,8 +126,8 @@ def make_problem(spec: ProblemSpec, device: torch.device | str = "cpu") -> Probl
     ids = draw_topk_ids(spec, generator)
     weights = torch.rand(total, spec.top_k, generator=generator) + 0.1
     weights = weights / weights.sum(1, keepdim=True)
-    split = lambda v: [part.clone() for part in v.split(list(spec.num_tokens))]  # noqa: E731
-    return Problem(spec, split(x), split(ids), split(weights), split(dout), w13, w2).to(device)
+    split = lambda v: [part.clone().to(device) for part in v.split(list(spec.num_tokens))]  # noqa: E731
+    return Problem(spec, split(x), split(ids), split(weights), split(dout), w13.to(device), w2.to(device))
 
 
 def draw_topk_ids(spec: ProblemSpec, generator: torch.Generator) -> torch.Tensor:

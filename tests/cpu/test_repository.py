@@ -84,7 +84,9 @@ def test_files_and_functions_stay_readable():
 
 
 def test_every_module_says_what_it_is_for():
-    silent = [relative(path) for path in python_files() if path.read_text().strip() and not ast.get_docstring(parse(path))]
+    silent = [
+        relative(path) for path in python_files() if path.read_text().strip() and not ast.get_docstring(parse(path))
+    ]
     assert not silent, silent
 
 
@@ -232,7 +234,13 @@ def test_every_command_in_the_documents_exists(document, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["make nothing", "megamoe fly", "megamoe verify --wings 2", "python examples/nothing.py", "python -m benchmarks.no"],
+    [
+        "make nothing",
+        "megamoe fly",
+        "megamoe verify --wings 2",
+        "python examples/nothing.py",
+        "python -m benchmarks.no",
+    ],
 )
 def test_the_command_test_can_fail(command, capsys):
     assert check_command(command)

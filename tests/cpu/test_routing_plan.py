@@ -119,6 +119,15 @@ def test_global_order_does_not_depend_on_the_number_of_ranks():
         assert got == want
 
 
+def test_no_two_tensors_of_a_plan_share_memory():
+    """They are outputs of a custom operator, which must not alias one another."""
+    plan = make_plan([torch.randint(-1, 8, (t, 2)) for t in (5, 3, 7, 1)], 8)
+    tensors = [*plan.owner, *plan.row]
+    for mine in plan.ranks:
+        tensors += [mine.counts, mine.offs, mine.source_rank, mine.token, mine.slot]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
+
+
 def test_refusals():
     good = torch.zeros(2, 2, dtype=torch.int64)
     with pytest.raises(MegaMoEValueError, match="topk_ids: expected one tensor for each rank, got none"):

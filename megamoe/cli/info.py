@@ -1,0 +1,103 @@
+"""Versions, devices, and which backend runs here, or why not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+
+import torch
+
+from megamoe._version import __version__
+from megamoe.backends import BACKENDS, Problem, why_not
+from megamoe.recipe import Recipe
+
+PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "safetensors", "transformers")
+VARIABLES = ("MEGAMOE_CACHE_DIR", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `megamoe info`."""
+    parser.add_argument("--hidden", type=int, default=7168, help="H of the layer that is asked about")
+    parser.add_argument("--intermediate", type=int, default=2048, help="I of the layer that is asked about")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version, None if it is missing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> list[dict[str, object]]:
+    """The CUDA devices that torch sees. Initialises CUDA where there are any."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "sms": properties.multi_processor_count,
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+            }
+        )
+    return found
+
+
+def backend_table(hidden: int, intermediate: int) -> dict[str, dict[str, str]]:
+    """By backend and precision: "runs", or why not, for a layer of this size on the first device."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    table: dict[str, dict[str, str]] = {}
+    for name in BACKENDS:
+        table[name] = {}
+        for recipe in (Recipe("fp8"), Recipe("bf16")):
+            problem = Problem.of(device, recipe, hidden, intermediate)
+            table[name][recipe.precision] = why_not(name, problem) or "runs"
+    return table
+
+
+def packages() -> dict[str, str | None]:
+    """Versions of what this package works with."""
+    return {name: version_of(name) for name in PACKAGES}
+
+
+def environment() -> dict[str, str]:
+    """The variables that matter here, where they are set."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def info_main(args: argparse.Namespace) -> int:
+    """Run `megamoe info`; returns its exit status."""
+    backends = backend_table(args.hidden, args.intermediate)
+    if args.json:
+        facts = {
+            "megamoe": __version__,
+            "python": platform.python_version(),
+            "packages": packages(),
+            "cuda": torch.version.cuda,
+            "devices": devices(),
+            "environment": environment(),
+            "backends": backends,
+        }
+        print(json.dumps(facts, indent=1))
+        return 0
+    print(f"megamoe {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    for name, version in packages().items():
+        print(f"  {name:20} {version or 'not installed'}")
+    print(f"  {'CUDA of torch':20} {torch.version.cuda or 'none: a CPU build'}")
+    found = devices()
+    print("devices" if found else "devices: no CUDA device")
+    for index, d in enumerate(found):
+        print(f"  cuda:{index} {d['name']}, capability {d['capability']}, {d['sms']} SMs, {d['memory_gib']} GiB")
+    for name, value in environment().items():
+        print(f"  {name}={value}")
+    print(f"backends for H = {args.hidden}, I = {args.intermediate} (auto takes the first that runs)")
+    for name, answers in backends.items():
+        for precision, answer in answers.items():
+            print(f"  {name:7} {precision:5} {answer}")
+    return 0

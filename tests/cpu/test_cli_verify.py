@@ -1,0 +1,189 @@
+"""`megamoe verify`: green for the torch backend, red as soon as any stage is wrong, and what it prints."""
+
+import dataclasses
+import json
+import math
+import types
+
+import pytest
+import torch
+
+from megamoe import torch_steps
+from megamoe.cli import main
+from megamoe.cli.problem import ROUTINGS, ProblemSpec, draw_topk_ids, make_problem
+from megamoe.cli.stages import KINDS, emulate, judge, run_backend, run_oracle, run_steps
+from megamoe.cli.verify import as_json, table
+from megamoe.errors import MegaMoEValueError
+from megamoe.quantize import quantize_weight
+from megamoe.recipe import Recipe
+
+SMALL = ["--hidden", "256", "--intermediate", "128", "--experts", "8", "--top-k", "2", "--tokens", "24"]
+SPEC = ProblemSpec((24, 24), 256, 128, 8, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--routing", "all", "--ranks", "4"],
+        ["--precision", "bf16"],
+        ["--tokens", "17,0,31,1", "--hidden", "320", "--intermediate", "192"],
+        ["--clamp", "1", "--seeds", "1,2"],
+        ["--scale-format", "pow2"],
+        ["--tokens", "0"],
+        ["--top-k", "8", "--ranks", "1"],
+    ],
+    ids=" ".join,
+)
+def test_the_torch_backend_passes(options, capsys):
+    assert main(["verify", "--backend", "torch", "--device", "cpu", *SMALL, *options]) == 0
+    text = capsys.readouterr().out
+    assert "FAIL" not in text and "problems pass every gate" in text
+    for stage in KINDS:
+        assert f"\n{stage}  " in text, stage
+    assert text.count("bit for bit") >= len(KINDS)
+
+
+def test_json_holds_every_stage(capsys):
+    assert main(["verify", "--json", "--routing", "masked,zipf", "--backend", "torch", *SMALL]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] is True and len(report["problems"]) == 2
+    assert report["recipe"] == {"precision": "fp8", "scale_format": "fp32", "clamp": None}
+    for problem in report["problems"]:
+        assert problem["backend"] == "torch"
+        assert [stage["stage"] for stage in problem["stages"]] == list(KINDS)
+        assert all(stage["passed"] and stage["is_bitwise"] for stage in problem["stages"])
+        assert all(20 < stage["sqnr_db"] < 60 for stage in problem["stages"])
+
+
+def broken(step: str, change) -> types.SimpleNamespace:
+    """The torch steps with the result of one of them changed."""
+    steps = types.SimpleNamespace(**{name: getattr(torch_steps, name) for name in torch_steps.__all__})
+    setattr(steps, step, lambda *args, **kwargs: change(getattr(torch_steps, step)(*args, **kwargs)))
+    return steps
+
+
+def zero_row(x: torch.Tensor) -> torch.Tensor:
+    x[0] = 0.0
+    return x
+
+
+FAULTS = {
+    "a NaN in out": ("combine", lambda x: x.index_fill(1, torch.tensor([3]), math.nan), "out"),
+    "one lost row of y or gate_up": ("grouped_gemm", zero_row, "gate_up"),
+    "gate and up swapped": ("grouped_gemm", lambda x: x.roll(x.shape[1] // 2, 1), "gate_up"),
+    "dp of another slot": ("combine_weight_grads", lambda x: x.flip(1), "dp"),
+    "dW of another expert": ("wgrad", lambda x: x.copy_(x.roll(1, 0)), "dW13"),
+    "scales off by two": (
+        "swiglu",
+        lambda h: dataclasses.replace(h, scale=h.scale * 2),
+        "h",
+    ),
+    "one lost gradient row": (
+        "swiglu_backward",
+        lambda g: dataclasses.replace(g, weighted_act=zero_row(g.weighted_act)),
+        "p*act",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_turns_its_stage_red(fault):
+    step, change, stage = FAULTS[fault]
+    problem = make_problem(SPEC)
+    emulated, oracle = emulate(problem, Recipe()), run_oracle(problem, None)
+    verdicts = judge(run_steps(broken(step, change), problem, Recipe()), emulated, oracle, Recipe())
+    red = [v.stage for v in verdicts if v.failures]
+    assert stage in red and red[0] == stage, f"{fault}: {red}"
+    assert "FAIL" in table(verdicts)
+
+
+def test_a_red_stage_is_the_exit_status(monkeypatch, capsys):
+    from megamoe.cli import stages
+
+    steps = broken("combine", lambda out: out * 1.5)
+    monkeypatch.setattr(
+        stages, "run_backend", lambda name, problem, recipe: ("torch", run_steps(steps, problem, recipe))
+    )
+    assert main(["verify", *SMALL]) == 1
+    text = capsys.readouterr().out
+    assert "FAIL" in text and "0 of 1 problems pass every gate" in text
+    assert main(["verify", "--json", *SMALL]) == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is False
+
+
+def test_a_single_wrong_bit_is_seen_but_passes():
+    """The emulation column says so; the gates are about accuracy."""
+    problem = make_problem(SPEC)
+    got = run_steps(broken("combine", lambda x: zero_bit(x)), problem, Recipe())
+    verdicts = {v.stage: v for v in judge(got, emulate(problem, Recipe()), run_oracle(problem, None), Recipe())}
+    assert not verdicts["out"].is_bitwise and not verdicts["out"].failures
+    assert verdicts["dh"].is_bitwise
+
+
+def zero_bit(x: torch.Tensor) -> torch.Tensor:
+    if x.numel():
+        x.view(torch.int16)[0, 0] ^= 1
+    return x
+
+
+def test_quantised_weights_are_taken_as_they_are():
+    problem = make_problem(SPEC)
+    given = quantize_weight(problem.w13_E2IH, Recipe(), 2), quantize_weight(problem.w2_EHI, Recipe())
+    loaded = dataclasses.replace(problem, quantized=given)
+    for stage, value in run_backend("torch", loaded, Recipe())[1].items():
+        assert torch.equal(value.tensor, run_backend("torch", problem, Recipe())[1][stage].tensor), stage
+
+
+def test_figures_without_a_value_become_null():
+    problem = make_problem(dataclasses.replace(SPEC, num_tokens=(0, 0)))
+    verdicts = judge(emulate(problem, Recipe()), emulate(problem, Recipe()), run_oracle(problem, None), Recipe())
+    assert all(json.loads(json.dumps(as_json(v)))["sqnr_db"] is None for v in verdicts)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (["--tokens", "a"], "--tokens: expected integers separated by commas, got 'a'"),
+        (["--seeds", ""], "--seeds: expected integers separated by commas, got ''"),
+        (["--tokens", "1,2", "--ranks", "3"], "--tokens: expected one T, or one for each of the 3 ranks, got 1,2"),
+        (["--ranks", "0"], "--ranks: expected at least 1, got 0"),
+        (["--experts", "5"], "num_experts: expected a positive multiple of the 2 ranks, got 5"),
+        (["--routing", "nope"], "routing: expected one of uniform, .*, got 'nope'"),
+        (["--tokens", "-1"], "num_tokens, hidden, intermediate, top_k: expected positive sizes"),
+        (["--clamp", "-1"], "clamp: expected a positive finite limit or None, got -1.0"),
+        (["--device", "cpu", "--backend", "cute"], "backend: 'cute' does not run this: "),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_refusals(options, message, capsys):
+    import re
+
+    assert main(["verify", *options]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings_are_what_they_say(routing):
+    spec = ProblemSpec((40, 24), num_experts=16, top_k=4, routing=routing)
+    ids = draw_topk_ids(spec, torch.Generator().manual_seed(0))
+    used = set(ids.flatten().tolist())
+    assert ids.shape == (64, 4) and used <= set(range(-1, 16))
+    is_distinct = all(len(set(row)) == 4 for row in ids.tolist())
+    if routing in ("uniform", "zipf", "first_rank"):
+        assert is_distinct and -1 not in used
+    expected = {
+        "uniform": 15 not in used,
+        "zipf": not used & {14, 15},
+        "one_expert": used == {0},
+        "first_rank": used <= set(range(8)),
+        "masked": -1 in used and bool((ids[::5] == -1).all()),
+        "duplicates": not is_distinct,
+    }
+    assert expected[routing]
+
+
+def test_a_problem_is_the_same_on_any_number_of_ranks():
+    one, four = (make_problem(ProblemSpec(t)) for t in ((48,), (10, 0, 30, 8)))
+    assert torch.equal(one.xs[0], torch.cat(four.xs)) and torch.equal(one.topk_ids[0], torch.cat(four.topk_ids))
+    with pytest.raises(MegaMoEValueError, match="num_tokens, hidden"):
+        ProblemSpec(())
