@@ -150,7 +150,7 @@ def as_json(v: Verdict) -> dict[str, object]:
 
 
 class Progress:
-    """What runs and since when, on stderr: a line that rewrites itself on a terminal, in a pipe one every 10 seconds."""
+    """What runs and since when, on stderr: one line that rewrites itself on a terminal; in a pipe, one every 10 s."""
 
     INTERVAL_S = 10.0
 
