@@ -81,6 +81,7 @@ class Experts(nn.Module):
                 fresh = torch.empty(1, *weight.shape[1:], device=weight.device).normal_(std=std)
                 quantized = quantize_weight(fresh, Recipe(), row_groups)
                 weight.data[e].copy_(quantized.data[0])
+                assert quantized.scale is not None
                 scale.data[e].copy_(quantized.scale[0])
         self.copies.refresh()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from megamoe.context import MoEContext, Spec, context_of
 from megamoe.quantize import FP8, QuantizedRows, ceil_div
 from megamoe.recipe import BLOCK
 from megamoe.routing_plan import RankPlan, RoutingPlan
-from megamoe.unfused import Needs, Saved
+from megamoe.unfused import Needs, Saved, SaveMode
 from megamoe.weights import Masters, make_experts, split_experts
 
 _PLAN_FIELDS = ("counts", "offs", "source_rank", "token", "slot")
@@ -70,7 +70,7 @@ def forward_op(
             backend, masters, context.recipe, requantize=requantize, transposed=transposed
         )
     mine = split_experts(experts, len(xs))
-    options = context.options(topk_ids, mine[0].w13.data.shape[0], save)
+    options = context.options(topk_ids, mine[0].w13.data.shape[0], cast(SaveMode, save))
     outs, saved = backend.forward(
         transport,
         xs,
@@ -254,5 +254,5 @@ def unpack(packed: Sequence[Tensor], xs: list[Tensor], transport: Transport, con
     num_experts = ranks[0].counts.shape[0] * transport.num_ranks
     plan = RoutingPlan(num_experts, ranks, owner, row)
     if isinstance(transport, GroupTransport):
-        plan = transport.attach(plan, [[o.shape[0] for o in owner]], context.static_tokens, owner[0].shape[1])
+        plan = transport._attach(plan, [[o.shape[0] for o in owner]], context.static_tokens, owner[0].shape[1])
     return Saved(plan, context.recipe, weights, gate_ups or None, pools or None, xs or None)
