@@ -16,8 +16,8 @@ from megamoe.triton_kernels.numerics import to_bf16
 
 @triton.jit
 def _combine_kernel(
-    pool, table, out, owner, row, rows, num_ranks, tokens, width, top_k, IS_TABLE: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    pool, table, out, owner, row, rows, num_ranks, tokens, width, TOP_K: tl.constexpr, IS_TABLE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """`table` is int64 [2, R]: addresses and row counts of the pools; a row behind its pool's end counts as NaN."""
     parts = tl.cdiv(width, COLS)
@@ -25,8 +25,8 @@ def _combine_kernel(
     t = pid // parts * ROWS + tl.arange(0, ROWS)
     c = pid % parts * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
-    for j in range(0, top_k):
-        slot = t.to(tl.int64) * top_k + j
+    for j in tl.static_range(TOP_K):
+        slot = t.to(tl.int64) * TOP_K + j
         r = tl.load(row + slot, mask=t < tokens, other=-1).to(tl.int64)
         if IS_TABLE:
             rank = tl.load(owner + slot, mask=r >= 0, other=0)

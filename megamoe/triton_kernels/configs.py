@@ -15,15 +15,20 @@ class GemmConfig:
 
     Attributes:
         rows: tile height; divides 128, so that a tile never spans two experts.
-        cols: tile width.
-        warps, stages: Triton's num_warps and num_stages.
+        cols: tile width; at most 128 for FP8, so that a tile has one weight scale a k-block.
+        depth: channels a step; 128 for FP8.
+        warps, stages: Triton's num_warps and num_stages. registers: a thread's limit, None for none.
+        pair: two tiles side by side in one program (FP8 only).
         group: m-blocks visited before the next n-block, for reuse in L2.
     """
 
-    rows: int = 128
-    cols: int = 128
-    warps: int = 8
-    stages: int = 3
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    pair: bool = False
     group: int = 16
 
 
@@ -31,35 +36,38 @@ class GemmConfig:
 class WgradConfig:
     """A k-grouped GEMM's tile: `rows` x `cols` of one expert's gradient, `depth` pool rows a step."""
 
-    rows: int = 128
-    cols: int = 256
-    depth: int = 64
-    warps: int = 8
-    stages: int = 3
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
     group: int = 8
 
 
 FP8_GEMMS: tuple[GemmConfig, ...] = (
-    GemmConfig(128, 128, 8, 3),
-    GemmConfig(128, 128, 8, 4),
-    GemmConfig(64, 128, 4, 3),
-    GemmConfig(64, 128, 4, 4),
-    GemmConfig(64, 64, 4, 4),
+    GemmConfig(64, 128, 128, warps=4, stages=3),
+    GemmConfig(128, 128, 128, warps=8, stages=4, pair=True),
+    GemmConfig(128, 128, 128, warps=8, stages=3, registers=128),
+    GemmConfig(128, 128, 128, warps=8, stages=4),
+    GemmConfig(64, 128, 128, warps=4, stages=2, pair=True),
+    GemmConfig(64, 64, 128, warps=4, stages=4),
 )
 BF16_GEMMS: tuple[GemmConfig, ...] = (
-    GemmConfig(128, 256, 8, 3),
-    GemmConfig(128, 128, 8, 4),
-    GemmConfig(64, 128, 4, 4),
+    GemmConfig(128, 256, 64, warps=8, stages=4),
+    GemmConfig(128, 128, 64, warps=4, stages=3),
+    GemmConfig(128, 128, 64, warps=8, stages=3),
+    GemmConfig(64, 128, 64, warps=4, stages=4),
 )
 WGRADS: tuple[WgradConfig, ...] = (
-    WgradConfig(128, 256, 64, 8, 3),
-    WgradConfig(128, 128, 64, 4, 4),
-    WgradConfig(128, 128, 64, 8, 4),
+    WgradConfig(128, 256, 64, warps=8, stages=4),
+    WgradConfig(256, 128, 64, warps=8, stages=4),
+    WgradConfig(128, 128, 64, warps=4, stages=3),
+    WgradConfig(128, 128, 64, warps=8, stages=3),
 )
 
 
-def pick_gemm(rows: int, scaled: bool) -> GemmConfig:
-    """The configuration for a pool of `rows` rows, a pure function."""
+def pick_gemm(rows: int, n: int, scaled: bool) -> GemmConfig:
+    """The configuration for a pool of `rows` rows and n output channels, a pure function."""
     return (FP8_GEMMS if scaled else BF16_GEMMS)[0]
 
 

@@ -18,8 +18,6 @@ from megamoe.routing_plan import RankPlan
 from megamoe.triton_kernels.configs import GemmConfig, pick_gemm
 from megamoe.triton_kernels.numerics import as_int64, dot, dot_add, multiply_add, to_bf16
 
-DEPTH = 128
-
 
 @triton.jit
 def _tile(pid, m_blocks, n_blocks, GROUP: tl.constexpr):
@@ -40,85 +38,128 @@ def _expert_of(row, offs, experts, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def _load_tiles(
-    a, b, m0, n0, expert, kb, rows, n, k, each_k, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """A [ROWS, 128] and B [COLS, 128] of k-block kb; elements outside the block, N or the pool are zero."""
-    if WHOLE:
-        return a.load([m0, kb * 128]), b.load([expert * n + n0, kb * 128])
+def _load_block(
+    x, row0, row_end, kb, k, each_k, TMA: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """[ROWS, DEPTH] of a row-major matrix from row `row0`, k-block kb; zero behind `row_end` and the block's end.
+
+    By TMA, rows behind `row_end` may be another expert's: what is computed from them is not stored.
+    """
+    if TMA:
+        return x.load([row0, kb * DEPTH])
     else:
-        per_group = tl.cdiv(each_k, 128)
+        per_group = tl.cdiv(each_k, DEPTH)
         begin = kb // per_group * each_k
-        c = begin + kb % per_group * 128 + tl.arange(0, 128)
-        m, j = m0 + tl.arange(0, ROWS), n0 + tl.arange(0, COLS)
-        inside = (c < begin + each_k)[None, :]
-        at_a = m.to(tl.int64)[:, None] * k + c[None, :]
-        at_b = (as_int64(expert) * n + j[:, None]) * k + c[None, :]
-        return (
-            tl.load(a + at_a, mask=(m < rows)[:, None] & inside, other=0.0),
-            tl.load(b + at_b, mask=(j < n)[:, None] & inside, other=0.0),
-        )
+        c = begin + kb % per_group * DEPTH + tl.arange(0, DEPTH)
+        r = row0 + tl.arange(0, ROWS)
+        at = r.to(tl.int64)[:, None] * k + c[None, :]
+        return tl.load(x + at, mask=(r < row_end)[:, None] & (c < begin + each_k)[None, :], other=0.0)
 
 
 @triton.jit
-def _grouped_gemm_kernel(
-    a, a_scale, b, b_scale, out, offs, counts, rows, n, k, experts, each_k, each_n, k_blocks,
-    SCALED: tl.constexpr, WHOLE: tl.constexpr, OUT_BF16: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """One tile of out. `each_k`, `each_n`: channels with a scale grid of their own (K, N or half of them)."""
-    m_block, n_block = _tile(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(n, COLS), GROUP)
-    m0, n0 = m_block * ROWS, n_block * COLS
-    expert = _expert_of(m0, offs, experts, EXPERTS)
+def _weight_scale(b_scale, expert, n0, kb, n, each_n, k_blocks, WHOLE: tl.constexpr, COLS: tl.constexpr):
+    """Scales of COLS weight rows from n0 in k-block kb: one number where they share it, else [1, COLS]."""
+    blocks = tl.cdiv(each_n, 128)
+    base = b_scale + as_int64(expert) * (n // each_n * blocks * k_blocks) + kb
+    if WHOLE and COLS <= 128:
+        return tl.load(base + n0 // 128 * k_blocks)
+    else:
+        j = n0 + tl.arange(0, COLS)
+        return tl.load(base + (j // each_n * blocks + j % each_n // 128) * k_blocks, mask=j < n, other=0.0)[None, :]
+
+
+@triton.jit
+def _store(out, acc, m0, n0, end, rows, n, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Rows before `end`, and zeros in the tile's padding."""
     m, j = m0 + tl.arange(0, ROWS), n0 + tl.arange(0, COLS)
-    acc = tl.zeros((ROWS, COLS), tl.float32)
-    end = m0
-    if expert < experts:
-        end = tl.load(offs + expert) + tl.load(counts + expert)
-    if end > m0:
-        if SCALED:
-            # Scales of the next block are loaded before this block's product, so that their latency is hidden.
-            col_blocks = n // each_n * tl.cdiv(each_n, 128)
-            at_a = a_scale + m
-            if WHOLE and COLS <= 128:
-                at_b = b_scale + (as_int64(expert) * col_blocks + n0 // 128) * k_blocks
-                sb = tl.load(at_b)
-            else:
-                block = j // each_n * tl.cdiv(each_n, 128) + j % each_n // 128
-                at_b = b_scale + (as_int64(expert) * col_blocks + block) * k_blocks
-                sb = tl.load(at_b, mask=j < n, other=0.0)[None, :]
-            sa = tl.load(at_a, mask=m < rows, other=0.0)
-            for kb in range(0, k_blocks):
-                ta, tb = _load_tiles(a, b, m0, n0, expert, kb, rows, n, k, each_k, WHOLE, ROWS, COLS)
-                scale = sa[:, None] * sb
-                following = tl.minimum(kb + 1, k_blocks - 1)
-                sa = tl.load(at_a + as_int64(following) * rows, mask=m < rows, other=0.0)
-                if WHOLE and COLS <= 128:
-                    sb = tl.load(at_b + following)
-                else:
-                    sb = tl.load(at_b + following, mask=j < n, other=0.0)[None, :]
-                acc = multiply_add(dot(ta, tb.T), scale, acc)
-        else:
-            for kb in range(0, k_blocks):
-                ta, tb = _load_tiles(a, b, m0, n0, expert, kb, rows, n, k, each_k, WHOLE, ROWS, COLS)
-                acc = dot_add(ta, tb.T, acc)
     acc = tl.where((m < end)[:, None], acc, 0.0)
     to = out + m.to(tl.int64)[:, None] * n + j[None, :]
     mask = (m < rows)[:, None] & (j < n)[None, :]
-    if OUT_BF16:
+    if out.dtype.element_ty == tl.bfloat16:
         tl.store(to, to_bf16(acc), mask=mask)
     else:
         tl.store(to, acc, mask=mask)
 
 
+@triton.jit
+def _scaled_gemm_kernel(
+    a, a_scale, b, b_scale, out, offs, counts, rows, n, k, experts, each_k, each_n, k_blocks, WHOLE: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of out, or with PAIR two side by side, where the second one's product hides the first one's promotion.
+
+    `each_k`, `each_n`: channels with a scale grid of their own (K and N, or half of them).
+    """
+    WIDTH: tl.constexpr = COLS * (2 if PAIR else 1)
+    m_block, n_block = _tile(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(n, WIDTH), GROUP)
+    m0, n0 = m_block * ROWS, n_block * WIDTH
+    n1 = n0 + COLS
+    expert = _expert_of(m0, offs, experts, EXPERTS)
+    end = m0
+    if expert < experts:
+        end = tl.load(offs + expert) + tl.load(counts + expert)
+    acc0 = tl.zeros((ROWS, COLS), tl.float32)
+    acc1 = tl.zeros((ROWS, COLS), tl.float32)
+    if end > m0:
+        first = as_int64(expert) * n if not WHOLE else expert * n
+        m = m0 + tl.arange(0, ROWS)
+        sa = tl.load(a_scale + m, mask=m < rows, other=0.0)
+        s0 = _weight_scale(b_scale, expert, n0, 0, n, each_n, k_blocks, WHOLE, COLS)
+        if PAIR:
+            s1 = _weight_scale(b_scale, expert, tl.minimum(n1, n - 1), 0, n, each_n, k_blocks, WHOLE, COLS)
+        for kb in range(0, k_blocks):
+            ta = _load_block(a, m0, rows, kb, k, each_k, WHOLE, ROWS, 128)
+            t0 = _load_block(b, first + n0, first + n, kb, k, each_k, WHOLE, COLS, 128)
+            scale0 = sa[:, None] * s0
+            # Scales of the next block are loaded before this block's product, so that their latency is hidden.
+            following = tl.minimum(kb + 1, k_blocks - 1)
+            if PAIR:
+                t1 = _load_block(b, first + n1, first + n, kb, k, each_k, WHOLE, COLS, 128)
+                scale1 = sa[:, None] * s1
+                s1 = _weight_scale(
+                    b_scale, expert, tl.minimum(n1, n - 1), following, n, each_n, k_blocks, WHOLE, COLS
+                )  # fmt: skip
+            sa = tl.load(a_scale + as_int64(following) * rows + m, mask=m < rows, other=0.0)
+            s0 = _weight_scale(b_scale, expert, n0, following, n, each_n, k_blocks, WHOLE, COLS)
+            p0 = dot(ta, t0.T)
+            if PAIR:
+                p1 = dot(ta, t1.T)
+            acc0 = multiply_add(p0, scale0, acc0)
+            if PAIR:
+                acc1 = multiply_add(p1, scale1, acc1)
+    _store(out, acc0, m0, n0, end, rows, n, ROWS, COLS)
+    if PAIR:
+        _store(out, acc1, m0, n1, end, rows, n, ROWS, COLS)
+
+
+@triton.jit
+def _plain_gemm_kernel(
+    a, b, out, offs, counts, rows, n, k, experts, TMA: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of out, bf16 operands."""
+    m_block, n_block = _tile(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(n, COLS), GROUP)
+    m0, n0 = m_block * ROWS, n_block * COLS
+    expert = _expert_of(m0, offs, experts, EXPERTS)
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    end = m0
+    if expert < experts:
+        end = tl.load(offs + expert) + tl.load(counts + expert)
+    if end > m0:
+        first = as_int64(expert) * n if not TMA else expert * n
+        for kb in range(0, tl.cdiv(k, DEPTH)):
+            ta = _load_block(a, m0, rows, kb, k, k, TMA, ROWS, DEPTH)
+            tb = _load_block(b, first + n0, first + n, kb, k, k, TMA, COLS, DEPTH)
+            acc = dot_add(ta, tb.T, acc)
+    _store(out, acc, m0, n0, end, rows, n, ROWS, COLS)
+
+
 def is_whole(rows: QuantizedRows, weight: QuantizedWeight) -> bool:
-    """Whether no scale block is partial and every row starts on 16 bytes: plain TMA tiles then hold one block each."""
+    """Whether TMA tiles hold what a k-block holds: rows start on 16 bytes, and no block of scales is partial."""
     n, k = weight.data.shape[1:]
-    scaled = rows.scale is not None
-    blocks = k // rows.groups % BLOCK == 0 and n // weight.row_groups % BLOCK == 0
-    aligned = k * rows.data.element_size() % 16 == 0
+    partial = rows.scale is not None and bool(k // rows.groups % BLOCK or n // weight.row_groups % BLOCK)
     bases = rows.data.data_ptr() % 16 == 0 and weight.data.data_ptr() % 16 == 0
-    return (blocks or not scaled) and aligned and bases and bool(rows.data.shape[0])
+    return not partial and bases and k * rows.data.element_size() % 16 == 0
 
 
 def grouped_gemm(
@@ -143,23 +184,27 @@ def grouped_gemm(
     if not out.numel():
         return out
     scaled = rows.scale is not None and weight.scale is not None
-    config = config or pick_gemm(num_rows, scaled)
+    config = config or pick_gemm(num_rows, n, scaled)
     whole = is_whole(rows, weight)
     a, b = rows.data.contiguous(), weight.data.contiguous()
+    a_tiles, b_tiles = a, b
     if whole:
-        a_arg = TensorDescriptor.from_tensor(a, [config.rows, DEPTH])
-        b_arg = TensorDescriptor.from_tensor(b.view(experts * n, k), [config.cols, DEPTH])
-    else:
-        a_arg, b_arg = a, b
-    a_scale = rows.scale.contiguous() if rows.scale is not None else plan.offs
-    b_scale = weight.scale.contiguous() if weight.scale is not None else plan.offs
-    each_k = k // rows.groups if scaled else k
-    each_n = n // weight.row_groups if scaled else n
-    grid = (ceil_div(num_rows, config.rows) * ceil_div(n, config.cols),)
-    _grouped_gemm_kernel[grid](
-        a_arg, a_scale, b_arg, b_scale, out, plan.offs, plan.counts, num_rows, n, k, experts, each_k, each_n,
-        k // each_k * ceil_div(each_k, BLOCK), scaled, whole, out_dtype == torch.bfloat16,
-        triton.next_power_of_2(experts), config.rows, config.cols, config.group,
-        num_warps=config.warps, num_stages=config.stages,
+        a_tiles = TensorDescriptor.from_tensor(a, [config.rows, config.depth])
+        b_tiles = TensorDescriptor.from_tensor(b.view(experts * n, k), [config.cols, config.depth])
+    grid = (ceil_div(num_rows, config.rows) * ceil_div(n, config.cols * (2 if config.pair else 1)),)
+    launch = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
+    if rows.scale is None or weight.scale is None:
+        _plain_gemm_kernel[grid](
+            a_tiles, b_tiles, out, plan.offs, plan.counts, num_rows, n, k, experts, whole,
+            triton.next_power_of_2(experts), config.rows, config.cols, config.depth, config.group, **launch,
+        )  # fmt: skip
+        return out
+    each_k, each_n = k // rows.groups, n // weight.row_groups
+    k_blocks = rows.groups * ceil_div(each_k, BLOCK)
+    assert config.depth == BLOCK and config.cols <= BLOCK, config
+    _scaled_gemm_kernel[grid](
+        a_tiles, rows.scale.contiguous(), b_tiles, weight.scale.contiguous(), out, plan.offs, plan.counts, num_rows,
+        n, k, experts, each_k, each_n, k_blocks, whole, triton.next_power_of_2(experts), config.rows, config.cols,
+        config.pair, config.group, **launch,
     )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ import triton.language as tl
 from megamoe.errors import MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.quantize import FP8, QuantizedRows, QuantizedWeight, ceil_div
 from megamoe.recipe import BLOCK, Recipe
-from megamoe.triton_kernels.numerics import from_e4m3, inverse, magnitude_or_zero, scale_of, to_bf16, to_e4m3
+from megamoe.triton_kernels.numerics import as_int64, from_e4m3, inverse, magnitude_or_zero, scale_of, to_bf16, to_e4m3
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -109,7 +109,7 @@ def _quantize_weight(
     if data.numel():
         _quantize_weight_kernel[(e * n_blocks * k_blocks,)](
             w, data, scale, data_t, scale_t, each, n, k, *w.stride(), row_blocks, n_blocks, k_blocks,
-            transpose, recipe.scale_format == "pow2", num_warps=8,
+            transpose, recipe.scale_format == "pow2", num_warps=16,
         )  # fmt: skip
     copy = QuantizedWeight(data_t, scale_t, 1, row_groups) if transpose else None
     return QuantizedWeight(data, scale, row_groups), copy
@@ -145,18 +145,20 @@ def quantize_weight_with_transpose(
 
 @triton.jit
 def _dequantize_kernel(
-    data, scale, out, rows, channels, each, stride_scale_row, stride_scale_block, ROWS: tl.constexpr, COLS: tl.constexpr
+    data, scale, out, rows, channels, each, stride_scale_row, stride_scale_block, ROWS: tl.constexpr
 ):  # fmt: skip
-    """bf16(data * scale) of one tile; `each` channels, which start a scale grid of their own, make a group."""
-    parts = tl.cdiv(channels, COLS)
-    pid = tl.program_id(0)
-    r = ((pid // parts) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    c = (pid % parts) * COLS + tl.arange(0, COLS)
-    mask = (r < rows)[:, None] & (c < channels)[None, :]
+    """bf16(data * scale) of ROWS rows of one block; `each` channels, with a scale grid of their own, make a group."""
+    per_group = tl.cdiv(each, 128)
+    blocks = channels // each * per_group
+    block = tl.program_id(0) % blocks
+    r = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    begin = block // per_group * each
+    c = begin + block % per_group * 128 + tl.arange(0, 128)
+    mask = (r < rows)[:, None] & (c < begin + each)[None, :]
     at = r[:, None] * channels + c[None, :]
-    block = (c // each * tl.cdiv(each, 128) + c % each // 128).to(tl.int64)
-    s = tl.load(scale + r[:, None] * stride_scale_row + block[None, :] * stride_scale_block, mask=mask, other=0.0)
-    tl.store(out + at, to_bf16(from_e4m3(tl.load(data + at, mask=mask, other=0.0)) * s), mask=mask)
+    s = tl.load(scale + r * stride_scale_row + as_int64(block) * stride_scale_block, mask=r < rows, other=0.0)
+    v = from_e4m3(tl.load(data + at, mask=mask, other=0.0)) * s[:, None]
+    tl.store(out + at, to_bf16(v), mask=mask)
 
 
 def dequantize(rows: QuantizedRows) -> torch.Tensor:
@@ -167,9 +169,7 @@ def dequantize(rows: QuantizedRows) -> torch.Tensor:
     out = torch.empty(num_rows, channels, dtype=torch.bfloat16, device=rows.data.device)
     if out.numel():
         strides = rows.scale.stride()[::-1] if rows.k_major else rows.scale.stride()
-        tile_rows, tile_cols = 32, BLOCK
-        grid = (ceil_div(num_rows, tile_rows) * ceil_div(channels, tile_cols),)
-        _dequantize_kernel[grid](
-            rows.data, rows.scale, out, num_rows, channels, channels // rows.groups, *strides, tile_rows, tile_cols
-        )
+        each, tile_rows = channels // rows.groups, 32
+        grid = (ceil_div(num_rows, tile_rows) * rows.groups * ceil_div(each, BLOCK),)
+        _dequantize_kernel[grid](rows.data, rows.scale, out, num_rows, channels, each, *strides, tile_rows)
     return out
