@@ -7,7 +7,7 @@ logits, also with ids that are given: replayed from another run, or looked up by
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -152,7 +152,8 @@ def config_from_hf(config: Any) -> tuple[MoEConfig, str]:
     """Shape and family of a Hugging Face config of any supported family.
 
     Args:
-        config: a `transformers` config of DeepSeek-V2, V3, V4, GLM-4.5, GLM-5, Kimi-K2, Qwen3-MoE.
+        config: a `transformers` config or the contents of config.json, of DeepSeek-V2, V3, V4, GLM-4.5, GLM-5, Kimi-K2
+            or Qwen3-MoE.
 
     Returns:
         (MoEConfig, name in ROUTER_FAMILIES).
@@ -160,46 +161,38 @@ def config_from_hf(config: Any) -> tuple[MoEConfig, str]:
     Raises:
         MegaMoEValueError: another family, or one of these with another scoring function or normalisation.
     """
-    model_type = getattr(config, "model_type", None)
+
+    def get(name: str, default: Any = None) -> Any:
+        return config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
+
+    def only(name: str, value: Any) -> None:
+        if get(name, value) != value:
+            raise MegaMoEValueError(expected(f"config.{name}", f"{value!r} in {model_type}", repr(get(name))))
+
+    model_type = get("model_type")
+    if model_type not in ("qwen3_moe", "deepseek_v2", "deepseek_v4"):
+        return MoEConfig.from_hf(config), "deepseek_v3"
+    sizes = {
+        "hidden_size": get("hidden_size"),
+        "intermediate_size": get("moe_intermediate_size"),
+        "num_experts": get("num_experts") or get("num_local_experts") or get("n_routed_experts"),
+        "top_k": get("num_experts_per_tok"),
+        "num_shared_experts": get("n_shared_experts") or 0,
+    }
+    missing = [name for name, value in sizes.items() if value is None]
+    if missing:
+        raise MegaMoEValueError(expected("config", f"the sizes of a {model_type} layer", f"none of {missing}"))
     if model_type == "qwen3_moe":
-        moe = MoEConfig(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.moe_intermediate_size,
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            norm_topk=bool(config.norm_topk_prob),
-        )
-        return moe, "qwen3_moe"
-    if model_type == "deepseek_v2":
-        if config.norm_topk_prob:
-            raise MegaMoEValueError(expected("config.norm_topk_prob", "False in DeepSeek-V2", True))
-        grouped = config.topk_method == "group_limited_greedy"
-        moe = MoEConfig(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.moe_intermediate_size,
-            num_experts=config.n_routed_experts,
-            top_k=config.num_experts_per_tok,
-            num_groups=config.n_group if grouped else 1,
-            topk_groups=config.topk_group if grouped else 1,
-            norm_topk=False,
-            routed_scaling_factor=float(config.routed_scaling_factor),
-            num_shared_experts=config.n_shared_experts or 0,
-        )
-        return moe, "deepseek_v2"
+        return MoEConfig(**sizes, norm_topk=bool(get("norm_topk_prob", False))), model_type
+    factor = float(get("routed_scaling_factor", 1.0))
     if model_type == "deepseek_v4":
-        if config.scoring_func != "sqrtsoftplus":
-            raise MegaMoEValueError(expected("config.scoring_func", "'sqrtsoftplus'", repr(config.scoring_func)))
-        moe = MoEConfig(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            routed_scaling_factor=float(config.routed_scaling_factor),
-            num_shared_experts=config.n_shared_experts or 0,
-            clamp=config.swiglu_limit,
-        )
-        return moe, "deepseek_v4"
-    return MoEConfig.from_hf(config), "deepseek_v3"
+        only("scoring_func", "sqrtsoftplus")
+        return MoEConfig(**sizes, routed_scaling_factor=factor, clamp=get("swiglu_limit")), model_type
+    only("norm_topk_prob", False)
+    groups = {}
+    if get("topk_method", "greedy") == "group_limited_greedy":
+        groups = {"num_groups": get("n_group"), "topk_groups": get("topk_group")}
+    return MoEConfig(**sizes, **groups, norm_topk=False, routed_scaling_factor=factor), model_type
 
 
 def _family(family: str | RouterFamily) -> RouterFamily:

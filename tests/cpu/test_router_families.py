@@ -260,9 +260,19 @@ def test_refusals() -> None:
 
 
 def test_config_from_hf_refusals() -> None:
-    with pytest.raises(MegaMoEValueError, match=r"config.norm_topk_prob: expected False in DeepSeek-V2"):
-        config_from_hf(transformers.DeepseekV2Config(norm_topk_prob=True))
-    with pytest.raises(MegaMoEValueError, match=r"config.scoring_func: expected 'sqrtsoftplus', got 'sigmoid'"):
+    with pytest.raises(MegaMoEValueError, match=r"config.norm_topk_prob: expected False in deepseek_v2, got True"):
+        config_from_hf(transformers.DeepseekV2Config(norm_topk_prob=True, num_experts_per_tok=6))
+    with pytest.raises(MegaMoEValueError, match=r"config.scoring_func: expected 'sqrtsoftplus' in deepseek_v4, got"):
         config_from_hf(transformers.DeepseekV4Config(scoring_func="sigmoid"))
+    with pytest.raises(MegaMoEValueError, match=r"config: expected the sizes of a qwen3_moe layer, got none of \['hid"):
+        config_from_hf({"model_type": "qwen3_moe"})
     with pytest.raises(MegaMoEValueError, match=r"config.model_type: expected one of"):
         config_from_hf(transformers.GptOssConfig())
+
+
+@pytest.mark.parametrize(
+    "name", ["DeepseekV2Config", "DeepseekV3Config", "DeepseekV4Config", "Qwen3MoeConfig", "Glm4MoeConfig"]
+)
+def test_config_object_and_its_json_say_the_same(name: str) -> None:
+    config = getattr(transformers, name)(num_experts_per_tok=6)
+    assert config_from_hf(config) == config_from_hf(config.to_dict())
