@@ -36,7 +36,7 @@ def compare(case: Case, rank: int, group: Any) -> None:
     batch = make_batch(case)
     whole, mine = train_alone(case, batch), batch.of((rank,))
     first = [rank * case.num_experts // case.num_ranks]
-    worst = case.num_ranks * max(*case.tokens, 1)
+    worst = case.num_ranks * (max(case.tokens) + 2)
     for options in (
         DispatchOptions(case.num_experts),
         DispatchOptions(case.num_experts, expert_alignment=16),
