@@ -307,6 +307,10 @@ class _Call:
     def rows_of(self, name: str, copies: int = 1) -> Item:
         return Item(name, 2 * self.rows * self.hidden * copies, "P * H * 2")
 
+    def operand(self, name: str) -> Item:
+        """Rows of a pool as wgrad reads them; in bf16 these are the pool's own."""
+        return self.rows_of(name) if self.options.precision == "fp8" else Item(name, 0, "the pool itself")
+
     def out(self, name: str) -> Item:
         return Item(name, 2 * self.tokens * self.hidden * self.local, "T * H * 2")
 
@@ -425,20 +429,18 @@ def _backward(ledger: _Ledger, name: str, call: _Call, save: SaveMode) -> None:
     done = call.local - 1  # virtual ranks before the last
     if done:
         ledger.hold(call.rows_of("~dX rows of other ranks", done))
-        operands = Item(
-            "~operands of the rank before", 2 * call.rows * (2 * call.hidden if trains else 0), "2 P * H * 2"
-        )
+        if trains:
+            names = ("~x operands of the rank before", "~dout operands of the rank before")
+            ledger.hold(*[call.operand(name) for name in names])
         before = call.activations(call.rows, 2 * call.inter, 2) + 6 * call.rows * call.inter
-        ledger.hold(operands, Item("~SwiGLU of the rank before", before, "as above"))
+        ledger.hold(Item("~SwiGLU of the rank before", before, "as above"))
     ledger.mark(f"{name}dSwiGLU")
-    ledger.drop("~dh", "~SwiGLU of the rank before", "~operands of the rank before")
+    ledger.drop("~dh", "~SwiGLU of the rank before", "~x operands of the rank before")
     ledger.hold(call.rows_of("~dX rows"))
     if trains:
-        ledger.hold(call.rows_of("~x rows, bf16"), call.rows_of("~dout rows, bf16"))
-        if done:
-            ledger.hold(call.rows_of("~dout rows of the rank before"))
+        ledger.hold(call.operand("~x rows, bf16"), call.operand("~dout rows, bf16"))
     ledger.mark(f"{name}dX GEMM and wgrad")
-    ledger.drop("~dout rows of the rank before")
+    ledger.drop("~dout operands of the rank before")
     ledger.hold(call.out("~dx"))
     ledger.hold(*call.exchanged("~exchange", 2 * call.hidden))
     ledger.mark(f"{name}combine of dX")
