@@ -116,9 +116,9 @@ def describe(recipe: Recipe) -> str:
 HEADER = ("stage", "oracle", "rel-L2", "worst row", "worst expert", "emulation", "gates")
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    """Verdicts as aligned text, one line a stage."""
-    lines = [HEADER] + [cells(v) for v in verdicts]
+def table(verdicts: Sequence[Verdict], beside: str = "emulation") -> str:
+    """Verdicts as aligned text, one line a stage; `beside` names what the bits were compared with."""
+    lines = [tuple(beside if title == "emulation" else title for title in HEADER)] + [cells(v) for v in verdicts]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
