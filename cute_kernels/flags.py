@@ -1,0 +1,127 @@
+"""Flags between CTAs and ranks: every operation on them, and the bounded wait.
+
+A flag is an int32 at an address. Scope "gpu" is for flags whose writers and readers are CTAs of one rank, "sys" for
+every flag through which data of another rank is announced. Ranks on one GPU cannot show a wrong scope, so the rule is
+kept here: addresses that come from the peer table are only used with "sys".
+"""
+
+from cutlass import Int32, Int64, cute
+
+from cute_kernels import workspace as ws
+
+PAUSE_NS = 32  # between two looks at a flag
+ABORTED, TIMEOUT, OVERFLOW, BAD_IDS = 1, 2, 4, 8  # error codes
+IN_COUNT, IN_HEADER, IN_ARRIVE, IN_DONE, IN_HOME, IN_PLAN = range(6)  # where
+
+
+def int_at(address: Int64):
+    """Pointer to an int32 in global memory."""
+    return cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+
+
+def flag(base: Int64, word):
+    """Address of flag number `word` of the blob at `base`."""
+    return base + Int64(word) * (ws.LINE * 4)
+
+
+def add_release(address: Int64, value, scope: str) -> None:
+    """Adds after everything that this thread, and those it has synchronised with, stored. No result."""
+    cute.arch.red(int_at(address), Int32(value), op="add", dtype=Int32, sem="release", scope=scope)
+
+
+def add_fetch(address: Int64, value) -> Int32:
+    """Adds and returns the value before, without ordering: for claims."""
+    return cute.arch.atomic_add(int_at(address), Int32(value), sem="relaxed", scope="gpu")
+
+
+def add_fetch_ordered(address: Int64, value, scope: str) -> Int32:
+    """Adds and returns the value before; releases this thread's stores and acquires those of earlier adders."""
+    return cute.arch.atomic_add(int_at(address), Int32(value), sem="acq_rel", scope=scope)
+
+
+def store_release(address: Int64, value, scope: str) -> None:
+    cute.arch.store(int_at(address), Int32(value), sem="release", scope=scope)
+
+
+def store_relaxed(address: Int64, value, scope: str) -> None:
+    cute.arch.store(int_at(address), Int32(value), sem="relaxed", scope=scope)
+
+
+def load_acquire(address: Int64, scope: str) -> Int32:
+    return cute.arch.load(int_at(address), Int32, sem="acquire", scope=scope)
+
+
+def load_relaxed(address: Int64, scope: str) -> Int32:
+    return cute.arch.load(int_at(address), Int32, sem="relaxed", scope=scope)
+
+
+def load_cg(address: Int64) -> Int32:
+    """Data written by other CTAs of this launch and acquired by a flag: from L2, past L1."""
+    return cute.arch.load(int_at(address), Int32, cop="cg")
+
+
+def nanosleep(ns) -> None:
+    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(ns)])
+
+
+def now() -> Int32:
+    """Time in units of 1024 ns, wrapping after 73 minutes."""
+    return Int32(cute.arch.globaltimer() >> 10)
+
+
+class Watch:
+    """What bounded waits and error records need: the blobs of all ranks, this rank's, the number of the call, the
+    longest wait in units of 1024 ns."""
+
+    def __init__(self, peers, num_ranks, base, epoch, timeout):
+        self.peers, self.num_ranks, self.base, self.epoch, self.timeout = peers, num_ranks, base, epoch, timeout
+
+
+@cute.jit
+def wait_for(watch, address: Int64, target: Int32, scope, where, index: Int32):
+    """Waits until the flag equals `target` (acquire). 1: it does; 0: this call is over, by its own watchdog or by
+    another's abort word. A flag never passes its target within a call, so equality is enough and survives wrap-around.
+
+    Args:
+        scope, where: compile-time; `where` names the wait in the error record. index: expert, block or rank.
+    """
+    got = load_acquire(address, scope)
+    reached = Int32(1)
+    if got != target:
+        begin = now()
+        while (got != target) & (reached == 1):
+            nanosleep(PAUSE_NS)
+            got = load_acquire(address, scope)
+            if got != target:
+                # the abort word: written by `record` of any rank (sys), read here; no data stands behind it
+                if load_relaxed(flag(watch.base, ws.ABORT), "sys") == watch.epoch:
+                    reached = Int32(0)
+                if now() - begin > watch.timeout:
+                    reached = Int32(0)
+                    record(watch, TIMEOUT, where, index, got, target)
+    return reached
+
+
+@cute.jit
+def record(watch, code, where, index: Int32, got: Int32, wanted: Int32):
+    """The first error of a call leaves its record (writer: the thread that found it, reader: the host after the launch)
+    and ends the call on all ranks: their bounded waits read the abort word."""
+    base = flag(watch.base, ws.ERROR)
+    before = cute.arch.atomic_cas(int_at(base), cmp=Int32(0), val=Int32(code), sem="relaxed", scope="gpu")
+    if before == 0:
+        store_relaxed(base + 4 * ws.R_EPOCH, watch.epoch, "gpu")
+        store_relaxed(base + 4 * ws.R_WHERE, Int32(where), "gpu")
+        store_relaxed(base + 4 * ws.R_INDEX, index, "gpu")
+        store_relaxed(base + 4 * ws.R_GOT, got, "gpu")
+        store_relaxed(base + 4 * ws.R_WANTED, wanted, "gpu")
+    peers = watch.peers
+    r = Int32(0)
+    while r < watch.num_ranks:
+        store_relaxed(flag(peers[r], ws.ABORT), watch.epoch, "sys")
+        r += 1
+
+
+@cute.jit
+def is_aborted(watch):
+    """1 if this call is over on this rank."""
+    return Int32(load_relaxed(flag(watch.base, ws.ABORT), "sys") == watch.epoch)

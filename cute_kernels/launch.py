@@ -1,0 +1,379 @@
+"""The host side of the fused forward: workspaces, local buffers, and the launch. Here torch meets the kernel.
+
+    weights = prepare_weights(w13_q, w13_scale, w2_q, w2_scale)          # once a weight version, per rank
+    with Workspace(hidden=H, num_experts=E, top_k=K, max_tokens=T_max) as ws:
+        result = fused_forward([ws], [x], [topk_ids], [topk_weights], [weights])[0]
+        result.out                                                       # bf16 [T, H]
+
+Several virtual ranks on one GPU are `LocalWorld(...).workspaces`, and lists of that length.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cute_kernels import workspace as layout_module
+from cute_kernels.compile import compiled
+from cute_kernels.tile_config import MAX_EXPERTS, MAX_RANKS, Problem, TileConfig
+from cute_kernels.weights import KernelWeights, prepare_weights
+
+__all__ = [
+    "Buffers",
+    "ForwardResult",
+    "KernelWeights",
+    "LocalWorld",
+    "Workspace",
+    "fused_forward",
+    "prepare_weights",
+    "why_not",
+]
+
+FP8 = torch.float8_e4m3fn
+DEFAULT_TIMEOUT_S = 300.0
+ERROR_NAMES = {1: "aborted by another rank", 2: "timeout", 4: "overflow of the pool", 8: "ids out of range"}
+WAITS = (
+    "the counts of all CTAs",
+    "a rank's header",
+    "rows of a block",
+    "GEMM-1 tiles of a block",
+    "rows of y",
+    "the plan",
+)
+
+
+@dataclass
+class Buffers:
+    """What one rank's call fills besides out: the pool and its row order. P rows; E_l experts.
+
+    Attributes:
+        pool, pool_s: rows that the rank received, e4m3 [P, H], and their scales, fp32 [H / 128, P].
+        h, hs: GEMM 2's operand, e4m3 [P, I] and fp32 [I / 128, P].
+        codes: int32 [P]: source rank << 27 | token * K + slot; -1 in padding. Rows behind offs[E_l] are undefined.
+        p: fp32 [P], the routing weight of each row, 0 in padding.
+        offs, counts: int32 [E_l + 1] first row of each expert (segments are multiples of 128), [E_l] real rows.
+        gate_up: bf16 [P, 2I], saved for a backward; a dummy of one row unless `save`.
+    """
+
+    pool: torch.Tensor
+    pool_s: torch.Tensor
+    h: torch.Tensor
+    hs: torch.Tensor
+    codes: torch.Tensor
+    p: torch.Tensor
+    offs: torch.Tensor
+    counts: torch.Tensor
+    gate_up: torch.Tensor
+
+    @staticmethod
+    def allocate(
+        hidden: int, intermediate: int, rows: int, num_local: int, save: bool, device: torch.device
+    ) -> "Buffers":
+        """Uninitialised. rows: a multiple of 128."""
+
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return Buffers(
+            empty(rows, hidden, dtype=FP8),
+            empty(hidden // 128, rows, dtype=torch.float32),
+            empty(rows, intermediate, dtype=FP8),
+            empty(intermediate // 128, rows, dtype=torch.float32),
+            empty(rows, dtype=torch.int32),
+            empty(rows, dtype=torch.float32),
+            empty(num_local + 1, dtype=torch.int32),
+            empty(num_local, dtype=torch.int32),
+            empty(rows if save else 1, 2 * intermediate, dtype=torch.bfloat16),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in vars(self).values())
+
+
+class Workspace:
+    """What one rank keeps from call to call: a blob that all ranks see (flags, send buffer, combine buffer), and in
+    inference the pool. All ranks make the same sequence of calls on it.
+
+    Args:
+        hidden: H.
+        num_experts: E, of all ranks, at most 512.
+        top_k: K, at most 12.
+        max_tokens: most tokens of any rank in any call; equal on all ranks.
+        num_ranks, rank: of the expert-parallel group, at most 16.
+        capacity_rows: rows P of this rank's pool, rounded up to 128; None: what can never overflow (for one rank
+            T * K + 127 * min(E, T * K)).
+        num_ctas: CTAs of a launch, all of which must be resident; None: the GPU's SMs / num_ranks (virtual ranks share
+            one GPU), less reserve_sms.
+        reserve_sms: SMs left to other kernels.
+        device: None: torch's current CUDA device.
+
+    Effects: allocates `num_bytes` and zeroes the flags. Close it (or use `with`) to give the memory back.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens: int,
+        num_ranks: int = 1,
+        rank: int = 0,
+        capacity_rows: int | None = None,
+        num_ctas: int | None = None,
+        reserve_sms: int = 0,
+        device: torch.device | None = None,
+    ):
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        self.hidden, self.num_experts, self.top_k, self.max_tokens = hidden, num_experts, top_k, max_tokens
+        self.num_ranks, self.rank = num_ranks, rank
+        self.num_local = num_experts // num_ranks
+        if num_ctas is None:
+            sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+            num_ctas = (sms - reserve_sms) // num_ranks
+        self.num_ctas = num_ctas
+        slots = max_tokens * top_k * num_ranks
+        rows = layout_module.capacity_rows(slots, self.num_local) if capacity_rows is None else capacity_rows
+        self.capacity_rows = max(-(-rows // 128), 1) * 128
+        self.layout = layout_module.layout(
+            hidden, max_tokens, top_k, num_experts, num_ranks, num_ctas, self.capacity_rows // 128
+        )
+        self.blob = torch.empty(int(self.layout.size), dtype=torch.uint8, device=self.device)
+        self.blob[: self.layout.slots].zero_()
+        self.peers: torch.Tensor | None = None
+        self._scratch: dict[int, Buffers] = {}
+        if num_ranks == 1:
+            self.connect([self.blob.data_ptr()])
+
+    def connect(self, addresses: Sequence[int]) -> None:
+        """Tells this rank where the blobs of all ranks lie, in the order of ranks."""
+        self.peers = torch.tensor(list(addresses), dtype=torch.int64, device=self.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the blob and of the buffers kept for inference."""
+        return int(self.layout.size) + sum(b.num_bytes for b in self._scratch.values())
+
+    def scratch(self, intermediate: int) -> Buffers:
+        """The buffers that calls without `save` share."""
+        if intermediate not in self._scratch:
+            self._scratch[intermediate] = self.buffers(intermediate, save=False)
+        return self._scratch[intermediate]
+
+    def buffers(self, intermediate: int, save: bool) -> Buffers:
+        """New buffers for one call."""
+        return Buffers.allocate(self.hidden, intermediate, self.capacity_rows, self.num_local, save, self.device)
+
+    def view(self, region: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """A region of the blob as a tensor, for tests and tools."""
+        begin = int(getattr(self.layout, region))
+        count = 1
+        for n in shape:
+            count *= n
+        return self.blob[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
+
+    def flags(self) -> torch.Tensor:
+        """int32 [flags, 32]: the words at the blob's front. Synchronises when read."""
+        lines = layout_module.NUM_FLAGS
+        return self.blob[: lines * layout_module.LINE * 4].view(torch.int32).view(lines, layout_module.LINE)
+
+    def error(self) -> str | None:
+        """What the last calls recorded, None if nothing. Synchronises with the device."""
+        words = self.flags()[layout_module.ERROR].tolist()
+        if words[layout_module.R_CODE] == 0:
+            return None
+        code, epoch, where, index, got, wanted = words[:6]
+        name = ERROR_NAMES.get(code, f"error {code}")
+        return f"rank {self.rank}, call {epoch}: {name} at {WAITS[where]}, index {index}: expected {wanted}, got {got}"
+
+    def reset(self) -> None:
+        """After an error: zeroes flags, headers and counters. Of all ranks, while no launch runs."""
+        self.blob[: self.layout.slots].zero_()
+
+    def close(self) -> None:
+        """Gives the memory back. Nothing may run on it any more, on any rank."""
+        self.blob, self.peers = torch.empty(0, dtype=torch.uint8), None
+        self._scratch.clear()
+
+    def __enter__(self) -> "Workspace":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Workspace(rank {self.rank} of {self.num_ranks}, H {self.hidden}, E {self.num_experts}, K {self.top_k}, "
+            f"max_tokens {self.max_tokens}, capacity {self.capacity_rows} rows, {self.num_bytes / 2**20:.0f} MiB)"
+        )
+
+
+class LocalWorld:
+    """R virtual ranks in one process on one GPU: their workspaces and streams. Arguments as of Workspace."""
+
+    def __init__(self, num_ranks: int, **arguments):
+        connections = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
+        if connections < num_ranks:
+            raise ValueError(
+                f"CUDA_DEVICE_MAX_CONNECTIONS: expected at least {num_ranks} for {num_ranks} virtual ranks, got "
+                f"{connections}. Their kernels would wait for each other in one queue."
+            )
+        self.workspaces = [Workspace(num_ranks=num_ranks, rank=r, **arguments) for r in range(num_ranks)]
+        for workspace in self.workspaces:
+            workspace.connect([w.blob.data_ptr() for w in self.workspaces])
+        self.streams = [torch.cuda.Stream() for _ in range(num_ranks)] if num_ranks > 1 else [None]
+
+    def reset(self) -> None:
+        for workspace in self.workspaces:
+            workspace.reset()
+
+    def close(self) -> None:
+        for workspace in self.workspaces:
+            workspace.close()
+
+    def __enter__(self) -> "LocalWorld":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass
+class ForwardResult:
+    """out: bf16 [T, H]. buffers: the pool and row order of the call; with `save` they are the call's own, otherwise the
+    workspace's, overwritten by its next call."""
+
+    out: torch.Tensor
+    buffers: Buffers
+
+
+def problem_of(
+    workspace: Workspace,
+    intermediate: int,
+    *,
+    clamp: float | None = None,
+    save: bool = False,
+    plan_given: bool = False,
+    pow2_scales: bool = False,
+) -> Problem:
+    """The compile-time side of a call."""
+    return Problem(
+        workspace.hidden, intermediate, clamp is not None, save, plan_given, pow2_scales, workspace.num_local > 128
+    )
+
+
+def kernel(problem: Problem, config: TileConfig | None = None):
+    """The compiled kernel of one rank, cached in the process and on disk."""
+    config = config or TileConfig()
+
+    def build():
+        from cute_kernels.forward import FusedForward, fake_arguments
+
+        return FusedForward(problem, config), fake_arguments(problem)
+
+    return compiled("forward", (problem, config), build)
+
+
+def fused_forward(
+    workspaces: Sequence[Workspace],
+    xs: Sequence[torch.Tensor],
+    topk_ids: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor],
+    weights: Sequence[KernelWeights],
+    *,
+    clamp: float | None = None,
+    pow2_scales: bool = False,
+    save: bool = False,
+    plans: Sequence[Buffers] | None = None,
+    config: TileConfig | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    streams: Sequence[torch.cuda.Stream] | None = None,
+    outs: Sequence[torch.Tensor] | None = None,
+    traces: Sequence[torch.Tensor] | None = None,
+) -> list[ForwardResult]:
+    """The fused forward of one rank, or of R virtual ranks in one process (lists of length R).
+
+    Args:
+        workspaces: one a rank.
+        xs: bf16 [T_r, H]; copied if not contiguous.
+        topk_ids: int32 or int64 [T_r, K], -1: no expert. Ids outside [0, E) count as -1.
+        topk_weights: fp32 [T_r, K].
+        weights: of each rank, from `prepare_weights`.
+        clamp, pow2_scales: of the recipe.
+        save: store gate and up (bf16) and keep pool, row order and weights in buffers of this call, for a backward.
+        plans: buffers of an earlier call on the same routing whose codes, p and offs are used again.
+        config: tuned choices; None: the default.
+        timeout_s: longest wait for a flag before the call ends with an error record.
+        streams: for virtual ranks, one each; they are forked from and joined with the current stream.
+        outs: where to put the results.
+        traces: with config.trace, zeroed int64 tensors of `trace.num_words(num_ctas)` words.
+
+    Returns: one ForwardResult a rank.
+    Effects: one kernel a rank on the current stream (or `streams`), no host synchronisation; can be captured into a
+        CUDA graph (allocate before); bit for bit repeatable.
+    """
+    first = workspaces[0]
+    intermediate = weights[0].w2.shape[2]
+    problem = problem_of(
+        first, intermediate, clamp=clamp, save=save, plan_given=plans is not None, pow2_scales=pow2_scales
+    )
+    launch = kernel(problem, config)
+    calls, results = [], []
+    for r, workspace in enumerate(workspaces):  # everything is allocated before the first launch
+        buffers = workspace.buffers(intermediate, True) if save else workspace.scratch(intermediate)
+        if plans is not None:
+            given = plans[r]
+            buffers = Buffers(
+                buffers.pool,
+                buffers.pool_s,
+                buffers.h,
+                buffers.hs,
+                given.codes,
+                given.p,
+                given.offs,
+                given.counts,
+                buffers.gate_up,
+            )
+        x = xs[r].contiguous()
+        out = torch.empty_like(x) if outs is None else outs[r]
+        ids = topk_ids[r].contiguous().view(-1).view(torch.int32)
+        w = weights[r]
+        b = buffers
+        calls.append((
+            x, ids, topk_weights[r].contiguous().view(-1),
+            w.w13.view(-1, w.w13.shape[2]), w.s13, w.w2.view(-1, intermediate), w.s2, out, workspace.peers,
+            b.pool, b.pool_s, b.h, b.hs, b.codes, b.p, b.offs, b.counts, b.gate_up,
+            workspace.peers if traces is None else traces[r],
+            workspace.rank, workspace.top_k, workspace.num_experts, workspace.max_tokens, workspace.num_ctas,
+            int(timeout_s * 1e9) // 1024, float(clamp or 0.0),
+        ))  # fmt: skip
+        results.append(ForwardResult(out, buffers))
+    if streams is None or len(workspaces) == 1:
+        for call in calls:
+            launch(*call)
+        return results
+    current = torch.cuda.current_stream()
+    for stream in streams:
+        stream.wait_stream(current)
+    for call, stream in zip(calls, streams, strict=True):
+        with torch.cuda.stream(stream):
+            launch(*call)
+    for stream in streams:
+        current.wait_stream(stream)
+    return results
+
+
+def why_not(
+    problem: Problem, *, num_experts: int, num_ranks: int, top_k: int, config: TileConfig | None = None
+) -> str | None:
+    """Why the fused kernel cannot serve a layer; None if it can."""
+    reasons = [(config or TileConfig()).why_not(problem)]
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        reasons.append(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
+    if not 1 <= num_ranks <= MAX_RANKS:
+        reasons.append(f"num_ranks: expected 1 to {MAX_RANKS}, got {num_ranks}")
+    if not 1 <= top_k <= 12:
+        reasons.append(f"top_k: expected 1 to 12, got {top_k}")
+    return "; ".join(r for r in reasons if r) or None

@@ -1,0 +1,50 @@
+"""Raw copies: bulk copies by one thread, 16-byte accesses, views of addresses."""
+
+from cutlass import Float32, Int32, Int64, cute
+
+BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];"
+BULK_STORE = "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};"
+
+
+def bulk_load(dst: Int32, src: Int64, num_bytes, barrier) -> None:
+    """Global memory (own or a peer's) to shared, counted by an mbarrier. One thread; 16-byte granules."""
+    cute.arch.inline_ptx(BULK_LOAD, read_only_args=[dst, src, Int32(num_bytes), barrier.toint()])
+
+
+def bulk_store(dst: Int64, src: Int32, num_bytes) -> None:
+    """Shared memory to global, counted by this thread's bulk groups. One thread; 16-byte granules."""
+    cute.arch.inline_ptx(BULK_STORE, read_only_args=[dst, src, Int32(num_bytes)])
+
+
+def float_at(address: Int64):
+    """Pointer to an fp32 in global memory."""
+    return cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+
+
+def smem_tensor(address: Int32, dtype, shape, align: int = 4):
+    """A view of shared memory at a byte address."""
+    return cute.make_tensor(
+        cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align), cute.make_layout(shape)
+    )
+
+
+def gmem_tensor(address: Int64, dtype, shape, align: int = 4):
+    """A view of global memory at a byte address."""
+    return cute.make_tensor(
+        cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align), cute.make_layout(shape)
+    )
+
+
+def load_vector(address: Int64, dtype, count: int):
+    """`count` neighbouring elements (at most 16 bytes) in one access."""
+    v = cute.make_rmem_tensor(count, dtype)
+    cute.autovec_copy(gmem_tensor(address, dtype, count, align=count * dtype.width // 8), v)
+    return v
+
+
+def store_vector(address: Int64, values) -> None:
+    """The elements of a register tensor (at most 16 bytes) in one access."""
+    count = cute.size(values)
+    cute.autovec_copy(
+        values, gmem_tensor(address, values.element_type, count, align=count * values.element_type.width // 8)
+    )

@@ -1,0 +1,106 @@
+"""Stamps of what each role of each CTA did when: written by the kernel if compiled with trace=True, read here.
+
+One event is four int64 words: begin and end (globaltimer, ns), what | sm << 32, and block | n << 32. Every role of each
+CTA has a list of its own; a counter in shared memory holds its length. Off, nothing of this is in the code.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("prologue", "loader", "pull", "courier", "scheduler", "math")
+PROLOGUE, LOADER, PULL, COURIER, SCHEDULER, MATH = range(6)
+CAPACITY = 1024  # events of a role of a CTA; later ones are dropped
+WORDS = 4
+
+# what an event is
+(COUNT, QUANTIZE, WAIT_COUNTS, PLACE, WAIT_HEADERS, PLAN, GEMM1, GEMM2, PAUSE, ROW, WAIT_ROWS, WAIT_TILES, ANNOUNCE,
+ WAIT_HOME, SUM) = range(15)  # fmt: skip
+NAMES = ("count ids", "quantise", "wait: counts", "sort ids", "wait: headers", "plan", "GEMM 1", "GEMM 2", "pause",
+         "dispatch", "wait: rows of a block", "wait: GEMM-1 tiles", "announce", "wait: rows of y",
+         "combine")  # fmt: skip
+
+
+def begin(k: Any) -> Any:
+    """Time now, or 0 without tracing."""
+    from cutlass import Int64, const_expr, cute
+
+    if const_expr(k.config.trace):
+        return Int64(cute.arch.globaltimer())
+    return Int64(0)
+
+
+def event(k: Any, role: int, what: Any, since: Any, block: Any = 0, n: Any = 0) -> None:
+    """An event from `since` to now. By one thread of the role."""
+    from cutlass import const_expr
+
+    if const_expr(k.config.trace):
+        _store(k, role, what, since, block, n)
+
+
+def _store(k: Any, role: int, what: Any, since: Any, block: Any, n: Any) -> None:
+    from cutlass import Int32, Int64, cute
+
+    count, events = k.trace_count, k.trace
+    index = Int32(count[role])
+    count[role] = index + 1
+    index = index + (CAPACITY - 1 - index) * Int32(index >= CAPACITY)
+    at = ((k.cta * len(ROLES) + role) * CAPACITY + index) * WORDS
+    events[at] = since
+    events[at + 1] = Int64(cute.arch.globaltimer())
+    events[at + 2] = Int64(Int32(what)) | (Int64(cute.arch.smid()) << 32)
+    events[at + 3] = Int64(Int32(block)) | (Int64(Int32(n)) << 32)
+
+
+def num_words(num_ctas: int) -> int:
+    """int64 words of the buffer that a traced launch takes."""
+    return num_ctas * len(ROLES) * CAPACITY * WORDS
+
+
+@dataclass(frozen=True)
+class Event:
+    """begin_ns, end_ns: globaltimer. what: index into NAMES. block, n: of the tile, or row and 0."""
+
+    cta: int
+    sm: int
+    role: str
+    what: str
+    begin_ns: int
+    end_ns: int
+    block: int
+    n: int
+
+
+def events(words: Any, num_ctas: int) -> list[Event]:
+    """The events of a launch, from the int64 tensor it filled (zeroed before)."""
+    table = words.cpu().view(num_ctas, len(ROLES), CAPACITY, WORDS)
+    found = []
+    for cta, role, i in (table[..., 1] != 0).nonzero().tolist():
+        begin_ns, end_ns, what, where = table[cta, role, i].tolist()
+        name = NAMES[what & 0xFFFFFFFF]
+        found.append(Event(cta, what >> 32, ROLES[role], name, begin_ns, end_ns, where & 0xFFFFFFFF, where >> 32))
+    return found
+
+
+def shares(found: list[Event]) -> dict[str, dict[str, float]]:
+    """For each role, the share of the launch's time (mean over CTAs) that each kind of event takes."""
+    if not found:
+        return {}
+    span = max(e.end_ns for e in found) - min(e.begin_ns for e in found)
+    ctas = len({e.cta for e in found})
+    result: dict[str, dict[str, float]] = {}
+    for e in found:
+        role = result.setdefault(e.role, {})
+        role[e.what] = role.get(e.what, 0.0) + (e.end_ns - e.begin_ns) / (span * ctas)
+    return result
+
+
+def chrome(found: list[Event]) -> list[dict]:
+    """Chrome / Perfetto trace events: one process an SM, one thread a role, times in us."""
+    start = min((e.begin_ns for e in found), default=0)
+    return [
+        {
+            "name": e.what, "ph": "X", "pid": e.sm, "tid": e.role, "ts": (e.begin_ns - start) / 1e3,
+            "dur": (e.end_ns - e.begin_ns) / 1e3, "args": {"block": e.block, "n": e.n, "cta": e.cta},
+        }
+        for e in found
+    ]  # fmt: skip
