@@ -48,7 +48,7 @@ clean:
 ifneq ($(READY),)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet "$(TORCH)"
-	$(PY) -m pip install --quiet "$(TORCH)" -e ".[triton,cute,test]"
+	$(PY) -m pip install -qq "$(TORCH)"
+	$(PY) -m pip install -qq "$(TORCH)" -e ".[triton,cute,test]"
 	touch $@
 endif
