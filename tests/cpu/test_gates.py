@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megamoe.gates import GATES, rel_l2, sqnr_db, worst_expert_db, worst_row, worst_weight_grad
+from tests.support.source_tree import ROOT
 
 
 def test_table():
@@ -75,3 +76,11 @@ def test_weight_grad_is_measured_by_its_spread():
     got[1, 0] = math.nan
     assert worst_weight_grad(got, want, spread) == math.inf
     assert worst_weight_grad(torch.empty(0, 2), torch.empty(0, 2), torch.empty(0, 2)) == 0.0
+
+
+def test_the_documented_table_is_this_one():
+    text = (ROOT / "docs" / "contract.md").read_text().split("## Gates")[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    figures = [[float(cell.removesuffix(" dB")) for cell in row[1:]] for row in rows[2:]]
+    fields = ("tensor_db", "expert_db", "row", "weight_grad", "backends_db")
+    assert figures == [[getattr(GATES[p], field) for p in ("fp8", "bf16")] for field in fields]
