@@ -1,4 +1,4 @@
-"""`megamoe verify` and the demo on a CUDA device: what is green on the CPU is green there, for every backend that runs."""
+"""`megamoe verify` and the demo on a CUDA device: green there for every backend that runs, red with a wrong expert."""
 
 import pytest
 import torch
