@@ -135,6 +135,17 @@ print(len(names))
 """
 
 
+MISSING_IS_NAMED = """
+import cute_kernels
+from megamoe.backends import Problem, why_not
+assert not cute_kernels.is_available()
+hopper = Problem("cuda", (9, 0), "fp8", 7168, 2048)
+assert "nvidia-cutlass-dsl is not installed; pip install 'megamoe[cute]'" in why_not("cute", hopper)
+assert "triton is not installed; pip install 'megamoe[triton]'" in why_not("triton", hopper)
+assert why_not("torch", hopper) is None
+"""
+
+
 def run_python(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
@@ -142,7 +153,7 @@ def run_python(code: str) -> subprocess.CompletedProcess:
 def test_everything_but_kernels_imports_without_triton_and_the_dsl():
     """Of megamoe all but the Triton kernels, of cute_kernels the package itself, and all of checkpoints."""
     code = IMPORT_EVERYTHING.format(packages=("megamoe", "checkpoints"), skip="megamoe.triton_kernels")
-    result = run_python(code + "import cute_kernels\nassert not cute_kernels.is_available()\n")
+    result = run_python(code + MISSING_IS_NAMED)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 10
 
