@@ -17,6 +17,7 @@ def _import_interpreted() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         with contextlib.suppress(ImportError):
+            import triton.experimental.gluon  # noqa: F401, I001 - triton imports it at the first launch otherwise
             import megamoe.triton_kernels  # noqa: F401
     finally:
         if before is None:

@@ -1,6 +1,6 @@
 """Compiles Triton kernels for SM90 without a GPU: every launch inside `compiled_kernels` is compiled and not run.
 
-The launches are those of the real wrappers on CPU tensors, so specialisation, descriptors and options are the real ones.
+The launches are those of the real wrappers on CPU tensors: specialisation, descriptors and options are the real ones.
 Must run in a process in which triton was imported without its interpreter.
 """
 
