@@ -36,9 +36,11 @@ class WgradQueue:
 
 
 def _fake(dtype, *shape):
+    """Matrices start at multiples of 16 bytes, as TMA wants; vectors (a cursor is a slice) wherever they like."""
     from cutlass.cute.runtime import make_fake_compact_tensor
 
-    return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
+    order = tuple(reversed(range(len(shape))))
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16 if len(shape) > 1 else 4)
 
 
 def _fake_stream(ffi: bool):

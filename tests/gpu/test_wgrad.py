@@ -146,11 +146,20 @@ def test_two_kernels_may_draw_from_one_cursor(precision):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_two_gemms_of_one_plan(precision):
+    launch, want, rows = operands(precision, UNEVEN, 256, 256)
+    queue = make_queue(UNEVEN, rows, num_gemms=3)
+    for cursor in (2, 0, 1):
+        out = launch(queue, poisoned(UNEVEN, 256, 256, torch.float32), cursor=cursor)
+        assert_close(out, want, BOUND[precision, torch.float32])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("counts", [[8193, 0, 1], [0, 0, 0], [1], [0, 8193], [127] * 40], ids=str)
 def test_row_counts(precision, counts):
     launch, want, rows = operands(precision, counts, 256, 256)
     out = launch(make_queue(counts, rows), poisoned(counts, 256, 256, torch.float32))
-    assert_close(out, want, 5e-6 if precision == "bf16" else 2e-3)
+    assert_close(out, want, 3e-5 if precision == "bf16" else 2e-3)
 
 
 def test_many_experts():
