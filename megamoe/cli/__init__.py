@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -76,7 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = build_parser(name).parse_args(arguments[1:])
     function = getattr(importlib.import_module(COMMANDS[name].module), COMMANDS[name].function)
     try:
-        return int(function(parsed))
+        status = int(function(parsed))
+        sys.stdout.flush()
+        return status
     except MegaMoEError as error:
         print(f"megamoe {name}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -45,6 +45,12 @@ def test_runs_as_a_module():
     assert (done.returncode, done.stdout) == (0, f"megamoe {megamoe.__version__}\n")
 
 
+def test_a_reader_that_leaves_early_sees_no_traceback():
+    command = f"{sys.executable} -m megamoe info --json | head -n 1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
 def test_info_says_what_runs_and_why_not(capsys):
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
