@@ -17,6 +17,25 @@ ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 
 
 @dataclasses.dataclass(frozen=True)
+class Shape:
+    """A size that is measured: E, H, I, K and T of one rank that holds everything."""
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+    num_tokens: int
+
+
+SHAPES = {
+    "A": Shape(32, 7168, 2048, 8, 8192),
+    "B": Shape(128, 2048, 768, 8, 8192),
+    "C": Shape(128, 4096, 1024, 8, 32768),
+}
+"""A: DeepSeek-V3 on one rank of eight. B: Qwen3-30B. C: between them, with many tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ProblemSpec:
     """What to draw.
 

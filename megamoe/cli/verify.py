@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megamoe._version import __version__
-from megamoe.cli.problem import ROUTINGS, ProblemSpec, make_problem
+from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape, make_problem
 from megamoe.cli.stages import Verdict, verify_problem
 from megamoe.errors import MegaMoEValueError, expected
 from megamoe.recipe import Recipe
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale-format", default="fp32", choices=("fp32", "pow2"))
     parser.add_argument("--clamp", type=float, help="limit of the gated activation")
     parser.add_argument("--ranks", type=int, help="virtual ranks (default: 2, or one for each entry of --tokens)")
+    parser.add_argument("--shape", choices=SHAPES, help="sizes of the benchmarks, instead of the five that follow")
     parser.add_argument("--tokens", default="64", help="T of every rank, or one T for each rank: 64 or 17,0,96,1")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--intermediate", type=int, default=256)
@@ -63,14 +64,20 @@ def specs_of(args: argparse.Namespace) -> Iterator[ProblemSpec]:
     routings = list(ROUTINGS) if args.routing == "all" else args.routing.split(",")
     if args.ranks is not None and args.ranks < 1:
         raise MegaMoEValueError(expected("--ranks", "at least 1", args.ranks))
+    if args.shape is None:
+        shape = Shape(args.experts, args.hidden, args.intermediate, args.top_k, 0)
+        tokens = tokens_of(args.tokens, args.ranks)
+    else:
+        shape, num_ranks = SHAPES[args.shape], args.ranks or 1
+        tokens = (shape.num_tokens // num_ranks,) * num_ranks
     for routing in routings:
         for seed in integers("--seeds", args.seeds):
             yield ProblemSpec(
-                num_tokens=tokens_of(args.tokens, args.ranks),
-                hidden=args.hidden,
-                intermediate=args.intermediate,
-                num_experts=args.experts,
-                top_k=args.top_k,
+                num_tokens=tokens,
+                hidden=shape.hidden,
+                intermediate=shape.intermediate,
+                num_experts=shape.num_experts,
+                top_k=shape.top_k,
                 routing=routing,
                 seed=seed,
             )

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megamoe import torch_steps
-from megamoe.cli import main
+from megamoe.cli import build_parser, main
 from megamoe.cli.problem import ROUTINGS, ProblemSpec, draw_topk_ids, make_problem
 from megamoe.cli.stages import KINDS, emulate, judge, run_backend, run_oracle, run_steps
-from megamoe.cli.verify import as_json, table
+from megamoe.cli.verify import as_json, specs_of, table
 from megamoe.errors import MegaMoEValueError
 from megamoe.quantize import quantize_weight
 from megamoe.recipe import Recipe
@@ -160,6 +160,16 @@ def test_refusals(options, message, capsys):
 
     assert main(["verify", *options]) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_shapes_of_the_benchmarks():
+    options = build_parser("verify").parse_args(["--shape", "A", "--ranks", "4", "--routing", "uniform,zipf"])
+    specs = list(specs_of(options))
+    assert [s.routing for s in specs] == ["uniform", "zipf"]
+    assert {(s.num_experts, s.hidden, s.intermediate, s.top_k, s.num_tokens) for s in specs} == {
+        (32, 7168, 2048, 8, (2048,) * 4)
+    }
+    assert next(specs_of(build_parser("verify").parse_args(["--shape", "C"]))).num_tokens == (32768,)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
