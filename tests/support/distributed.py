@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "torch.distributed", "megamoe.comm", "megamoe.torch_steps", "megamoe.reference"]
+PRELOADED = ["pytest", "torch.distributed", "torch._dynamo", "megamoe", "megamoe.cli.problem"]
+"""What cases import, directly or at the first call of a custom operator."""
 
 
 def run_ranks(case: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
