@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import struct
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoints import CheckpointError, load_moe_layer
-from tests.support.toy_checkpoint import INDEX, Toy, packed, per_expert, write_index, write_shards
+from tests.support.toy_checkpoint import INDEX, Toy, packed, per_expert, same_bytes, write_index, write_shards
 from tests.support.toy_fp4 import v4_layer
 
 P = "model.layers.3.mlp."
@@ -384,3 +385,39 @@ def test_message_lists_few_keys_and_the_number_of_the_rest(tmp_path: Path) -> No
     write_shards(tmp_path, {k: t for k, t in per_expert(Toy(experts=40)).items() if "up_proj" not in k})
     message = load_fails(tmp_path, "more")
     assert len(message) < 1500 and re.search(r"and \d+ more", message)
+
+
+def mutated(data: bytes, end: int, rng: random.Random) -> bytes:
+    """Some bytes before `end` overwritten, removed or inserted."""
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at = rng.randrange(end)
+        kind = rng.random()
+        if kind < 0.4:
+            changed[at] = rng.randrange(256)
+        elif kind < 0.7:
+            changed[at] = rng.choice(b'0123456789-,:"{}[]')
+        elif kind < 0.85:
+            del changed[at : at + rng.randrange(1, 20)]
+        else:
+            changed[at:at] = rng.randbytes(rng.randrange(1, 8))
+    return bytes(changed)
+
+
+def test_random_damage_to_index_and_headers_is_refused_or_harmless(tmp_path: Path) -> None:
+    write_shards(tmp_path, per_expert(Toy(hidden=128, inter=32)))
+    want = load_moe_layer(tmp_path, 3)
+    good = {path: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    rng, refused = random.Random(0), 0
+    for _ in range(300):
+        path = rng.choice(list(good))
+        data = good[path]
+        end = len(data) if path.suffix == ".json" else 8 + struct.unpack("<Q", data[:8])[0]
+        path.write_bytes(mutated(data, end, rng))
+        try:
+            got = load_moe_layer(tmp_path, 3)
+            assert same_bytes(got.w13_E2IH, want.w13_E2IH) and same_bytes(got.w13_scale, want.w13_scale)
+        except CheckpointError:
+            refused += 1
+        path.write_bytes(data)
+    assert refused > 250

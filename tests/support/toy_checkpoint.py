@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tests.support.compare import as_bytes
+
 FP8 = torch.float8_e4m3fn
 INDEX = "model.safetensors.index.json"
 
@@ -101,5 +103,4 @@ def write_index(folder: Path, weight_map: object) -> None:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal dtype, shape and bytes (so NaN and -0 count)."""
-    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
