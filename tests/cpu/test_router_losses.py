@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megamoe.errors import MegaMoETypeError, MegaMoEValueError
 from megamoe.router_losses import sequence_loss, switch_loss, update_expert_bias_, z_loss
+from tests.support.distributed import run_ranks
 
 E, K = 8, 2
 
@@ -115,18 +112,13 @@ def test_bias_refusals() -> None:
         update_expert_bias_(torch.zeros(4).bfloat16(), torch.ones(4, dtype=torch.int64))
 
 
-def bias_worker(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def bias_of_rank(rank: int) -> tuple[list[float], list[int]]:
     counts = torch.tensor([[7, 0, 1, 2], [1, 4, 3, 2]][rank], dtype=torch.int32)
     bias = update_expert_bias_(torch.zeros(4), counts, rate=0.5, group=dist.group.WORLD)
-    torch.save((bias, counts), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return bias.tolist(), counts.tolist()
 
 
-def test_counts_are_summed_over_the_group(tmp_path: Path) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(bias_worker, (str(tmp_path),), nprocs=2)
-    for rank in range(2):
-        bias, counts = torch.load(tmp_path / f"{rank}.pt")
-        assert bias.tolist() == [-0.5, 0.5, 0.5, 0.5]  # 8, 4, 4, 4 against a mean of 5
-        assert counts.tolist() == [[7, 0, 1, 2], [1, 4, 3, 2]][rank]
+def test_counts_are_summed_over_the_group() -> None:
+    for rank, (bias, counts) in enumerate(run_ranks(bias_of_rank, 2)):
+        assert bias == [-0.5, 0.5, 0.5, 0.5]  # 8, 4, 4, 4 against a mean of 5
+        assert counts == [[7, 0, 1, 2], [1, 4, 3, 2]][rank]
