@@ -108,7 +108,9 @@ def _fake_saved(
         if save in ("pool", "repull"):
             packed.append(like.new_empty(pool, 2 * inter, dtype=torch.bfloat16))
         if save == "pool":
-            packed.append(like.new_empty(pool, hidden, dtype=FP8 if spec.precision == "fp8" else torch.bfloat16))
+            packed.append(
+                like.new_empty(pool, hidden, dtype=torch.uint8 if spec.precision == "fp8" else torch.bfloat16)
+            )
             if spec.precision == "fp8":
                 packed.append(like.new_empty(ceil_div(hidden, BLOCK), pool, dtype=torch.float32))
     for pool in pool_sizes:
@@ -222,16 +224,18 @@ forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def pack(saved: Saved) -> list[Tensor]:
-    """The tensors of `saved`, inputs left out: of each local rank weights, gate/up, pool, scales; then the plan."""
+    """The tensors of `saved`, inputs left out: of each local rank weights, gate/up, pool, scales; then the plan.
+
+    FP8 rows go as bytes: few operations know FP8, and autograd takes it for differentiable.
+    """
     packed: list[Tensor] = []
     for i, weight in enumerate(saved.weights):
         packed.append(weight)
         if saved.gate_ups is not None:
             packed.append(saved.gate_ups[i])
         if saved.pools is not None:
-            packed.append(saved.pools[i].data)
-            scale = saved.pools[i].scale
-            packed += [] if scale is None else [scale]
+            data, scale = saved.pools[i].data, saved.pools[i].scale
+            packed += [data] if scale is None else [data.view(torch.uint8), scale]
     plan = saved.plan
     packed += [getattr(rank, name) for rank in plan.ranks for name in _PLAN_FIELDS]
     return packed + [t for pair in zip(plan.owner, plan.row, strict=True) for t in pair]
@@ -247,12 +251,15 @@ def unpack(packed: Sequence[Tensor], xs: list[Tensor], transport: Transport, con
             gate_ups.append(next(left))
         if save == "pool":
             data = next(left)
-            pools.append(QuantizedRows(data, next(left) if context.recipe.precision == "fp8" else None, k_major=True))
+            if context.recipe.precision == "fp8":
+                pools.append(QuantizedRows(data.view(FP8), next(left), k_major=True))
+            else:
+                pools.append(QuantizedRows(data, None, k_major=True))
     ranks = tuple(RankPlan(*(next(left) for _ in _PLAN_FIELDS)) for _ in range(transport.num_ranks))
     pairs = [(next(left), next(left)) for _ in range(transport.num_ranks)]
     owner, row = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
     num_experts = ranks[0].counts.shape[0] * transport.num_ranks
     plan = RoutingPlan(num_experts, ranks, owner, row)
     if isinstance(transport, GroupTransport):
-        plan = transport._attach(plan, [[o.shape[0] for o in owner]], context.static_tokens, owner[0].shape[1])
+        plan = transport.attach(plan, [[o.shape[0] for o in owner]], context.static_tokens, owner[0].shape[1])
     return Saved(plan, context.recipe, weights, gate_ups or None, pools or None, xs or None)

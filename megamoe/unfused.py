@@ -145,7 +145,7 @@ def forward(
     for rank, gate_up, weight, mine in zip(transport.local_ranks, gate_ups, weights, experts, strict=True):
         h = steps.swiglu(gate_up, weight, recipe)
         ys.append(steps.grouped_gemm(h, mine.w2, plan.ranks[rank]))
-    outs = transport.combine_rows(ys, plan)
+    outs = _own(transport.combine_rows(ys, plan), xs)
     save = options.save
     if save == "none":
         return outs, None
@@ -186,7 +186,7 @@ def backward(
     plan, recipe = saved.plan, saved.recipe
     d_pools = _dispatch_rows(steps, transport, douts, plan, recipe)
     pools = saved.pools
-    if pools is None and (needs.w13 is not None or saved.gate_ups is None or transport.num_ranks > 1):
+    if pools is None and (needs.w13 is not None or saved.gate_ups is None or transport.num_sources > 1):
         assert saved.xs is not None
         pools = _dispatch_rows(steps, transport, saved.xs, plan, recipe)
     gate_ups = saved.gate_ups
@@ -194,7 +194,7 @@ def backward(
         assert pools is not None
         gate_ups = _gate_ups(steps, transport, pools, plan, experts)
 
-    travels = transport.num_ranks > 1
+    travels = transport.num_sources > 1
     d_rows, d_weights = [], []
     for i, rank in enumerate(transport.local_ranks):
         mine, segment = experts[i], plan.ranks[rank]
@@ -212,9 +212,14 @@ def backward(
         if needs.w2 is not None:
             d_out_rows = steps.dequantize(d_pools[i])
             steps.wgrad(d_out_rows, grads.weighted_act, segment, out=needs.w2[i])
-    dx = transport.combine_rows(d_rows, plan) if needs.x or travels else None
-    dp = transport.combine_weight_grads(d_weights, plan) if needs.topk_weights or travels else None
+    dx = _own(transport.combine_rows(d_rows, plan), douts) if needs.x or travels else None
+    dp = _own(transport.combine_weight_grads(d_weights, plan), douts) if needs.topk_weights or travels else None
     return Grads(dx, dp, needs.w13, needs.w2)
+
+
+def _own(values: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The rows of a rank's own tokens: with static shapes a plan has rows for as many as there may be."""
+    return [value[: own.shape[0]] for value, own in zip(values, tokens, strict=True)]
 
 
 def _dispatch_rows(
