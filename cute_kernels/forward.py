@@ -83,6 +83,7 @@ class FusedForward:
         counts: cute.Tensor,
         gate_up: cute.Tensor,
         trace: cute.Tensor,
+        base: Int64,
         rank: Int32,
         top_k: Int32,
         num_experts: Int32,
@@ -97,7 +98,7 @@ class FusedForward:
         Weights in kernel order: w13 [E_l * 2I, H], w2 [E_l * 256 * n2, I] e4m3; s13 [E_l, k1, n1, 4] and
         s2 [E_l, k2, n2, 4] f32. peers [R] i64: addresses of the blobs. Of this rank only: pool [P, H], h [P, I] e4m3; pool_s [H / 128, P],
         hs [I / 128, P] f32; codes [P] i32, p [P] f32; offs [E_l + 1], counts [E_l] i32; gate_up [P, 2I] bf16 (any,
-        unless saved); trace i64 (trace.num_words, or any). timeout: in units of 1024 ns."""
+        unless saved); trace i64 (trace.num_words, or any); base: this rank's blob. timeout: in units of 1024 ns."""
         config = self.config
         tile = (TILE_M, TILE_N, BLOCK)
         a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, config.stages)
@@ -122,7 +123,7 @@ class FusedForward:
         )
         self.shared = self.shared_storage(a_layout, b_layout)
         tensors = (x, ids, weights, s13, s2, out, peers, pool, pool_s, h, hs, codes, p, offs, counts, gate_up, trace)
-        sizes = (rank, top_k, num_experts, num_ctas, timeout)
+        sizes = (base, rank, top_k, num_experts, num_ctas, timeout)
         self.kernel(maps1, maps2, tensors, sizes, tuple(places), limit, a_layout, b_layout).launch(
             grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
         )
@@ -200,7 +201,7 @@ class FusedForward:
         k.x, k.ids, k.weights, k.s13, k.s2, k.out, k.peers, k.pool, k.pool_s, k.h, k.hs = tensors[:11]
         k.codes, k.p, k.offs_g, k.counts_g, k.gate_up, k.trace = tensors[11:]
         k.p_words = cute.make_tensor(cute.recast_ptr(k.p.iterator, dtype=Int32), k.p.layout)
-        k.rank, k.top_k, k.num_experts, k.num_ctas, timeout = sizes
+        k.base, k.rank, k.top_k, k.num_experts, k.num_ctas, timeout = sizes
         k.layout = ws.Layout(*places)
         k.limit = limit
         k.tid, _, _ = cute.arch.thread_idx()
@@ -213,7 +214,6 @@ class FusedForward:
         k.num_slots = k.num_tokens * k.top_k
         k.id_words = cutlass.max(Int32(k.ids.shape[0]) // cutlass.max(k.num_slots, Int32(1)), Int32(1))
         k.max_blocks = Int32(k.pool.shape[0]) // TILE_M
-        k.base = k.peers[k.rank]
         # writer: the last CTA at PLACED of the launch before this one; stream order is enough
         k.epoch = flags.load_relaxed(flags.flag(k.base, ws.EPOCH), "gpu") + 1
         k.parity = k.epoch % 2
@@ -298,6 +298,7 @@ def fake_arguments(problem: Problem, for_launch: bool = True) -> tuple:
         tensor(Int32, experts, align=4),
         tensor(BFloat16, free(), 2 * inter),
         tensor(Int64, free(), align=8),
+        Int64(0),
         *(Int32(1) for _ in range(6)),
         Float32(0.0),
         make_fake_stream(use_tvm_ffi_env_stream=True) if for_launch else make_fake_stream(),

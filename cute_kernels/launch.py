@@ -315,6 +315,8 @@ def fused_forward(
         CUDA graph (allocate before); bit for bit repeatable.
     """
     first = workspaces[0]
+    if config is not None and config.trace and traces is None:
+        raise ValueError("traces: expected a buffer a rank where config.trace is set, got None")
     intermediate = weights[0].w2.shape[2]
     problem = problem_of(
         first, intermediate, clamp=clamp, save=save, plan_given=plans is not None, pow2_scales=pow2_scales

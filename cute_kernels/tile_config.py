@@ -84,12 +84,13 @@ class TileConfig:
     stages: int = 4
     pull_slots: int = 4
     pull_pieces: int = 0
-    max_unroll: int = 8
+    max_unroll: int = 2
     group_blocks: int = 0
     math_registers: int = 240
     other_registers: int = 24
     ring: int = 4
     trace: bool = False
+    skip: str = ""
 
     def group(self, problem: Problem) -> int:
         return self.group_blocks or schedule.default_group(problem.n1, problem.n2)

@@ -1,0 +1,124 @@
+"""The fused forward's machine code, compiled here without a GPU: spills, serialised wgmma, scopes of flags."""
+
+import re
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels import compile as compile_module
+from cute_kernels import sass
+from cute_kernels import workspace as ws
+from cute_kernels.forward import FusedForward, fake_arguments
+from cute_kernels.tile_config import Problem, TileConfig
+
+TUNED = {
+    "A": Problem(7168, 2048),
+    "A saved": Problem(7168, 2048, save=True, clamp=True),
+    "B": Problem(2048, 768),
+    "C": Problem(4096, 1024),
+    "odd": Problem(384, 384, many_experts=True),
+}
+_made: dict[Problem, compile_module.Binary] = {}
+
+
+def binary(problem: Problem) -> compile_module.Binary:
+    if problem not in _made:
+        kernel = FusedForward(problem, TileConfig())
+        _made[problem] = compile_module.inspect(lambda: (kernel, fake_arguments(problem, for_launch=False)))
+    return _made[problem]
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_machine_code(name):
+    if sass.find_tool("nvdisasm") is None:
+        pytest.skip("nvdisasm is neither on PATH nor beside triton")
+    problem = TUNED[name]
+    found = sass.report(binary(problem).cubin)
+    waves = 2 * TileConfig().unroll(problem)
+    assert found.spills_in_k_loops == 0, found
+    assert found.stack_bytes <= 64, found
+    assert found.qgmma == 4 * (waves + 1), found  # and the first wave of the first tile
+    assert found.warpgroup_arrive == waves + 1, f"serialised wgmma: {found}"
+    assert found.registers <= 168 and found.top_register <= 240
+    assert binary(problem).seconds < 60
+
+
+def peer_scopes(ptx: str) -> list[str]:
+    """Flag operations below sys scope on addresses that come from the peer table, the only 64-bit values that the
+    kernel loads from memory."""
+    peer, wrong = set(), []
+    for line in ptx.splitlines():
+        found = re.match(r"\s*(?:@!?%p\d+ )?([a-z0-9_.:]+)\s+(.*);", line)
+        if not found:
+            continue
+        op, rest = found.groups()
+        registers = re.findall(r"%rd\d+", rest)
+        flag = re.match(r"(ld|st|red|atom)\.", op) and re.search(r"relaxed|acquire|release|acq_rel", op)
+        if flag:
+            if ".sys" not in op and any(r in peer for r in registers):
+                wrong.append(line.strip())
+        elif re.match(r"ld\.(global|shared)\S*\.[bu]64", op):
+            peer.add(registers[0])
+        elif not op.startswith(("st", "ld", "red", "atom")) and len(registers) > 1 and any(r in peer for r in registers[1:]):
+            peer.add(registers[0])
+    return wrong
+
+
+def test_flags_of_other_ranks_have_sys_scope():
+    ptx = binary(TUNED["odd"]).ptx
+    assert peer_scopes(ptx) == []
+    # a planted fault: the courier's last word to the other ranks, and a header, at gpu scope
+    for right, wrong in (("red.release.sys", "red.release.gpu"), ("st.release.sys", "st.release.gpu")):
+        assert right in ptx
+        assert len(peer_scopes(ptx.replace(right, wrong))) >= 1
+
+
+def test_unknown_sizes_are_not_in_the_key():
+    """T, E, K, R, routing and capacity are no part of what is compiled: the fake arguments name none."""
+    problem = Problem(256, 128)
+    assert compile_module.kernel_key("forward", (problem, TileConfig())) == compile_module.kernel_key(
+        "forward", (Problem(256, 128), TileConfig())
+    )
+    assert set(vars(problem)) == {
+        "hidden", "intermediate", "clamp", "save", "plan_given", "pow2_scales", "many_experts"
+    }  # fmt: skip
+
+
+def test_refuses_what_cannot_work():
+    with pytest.raises(ValueError, match="config: expected one that serves"):
+        FusedForward(Problem(100, 128), TileConfig())
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (8192, 8, 32, 1, 132), (100, 12, 512, 4, 33)])
+def test_layout_regions_lie_behind_each_other(shape):
+    tokens, top_k, experts, ranks, ctas = shape
+    blocks = 17
+    found = ws.layout(384, tokens, top_k, experts, ranks, ctas, blocks)
+    sizes = {
+        "header": ranks * 2 * ws.header_ints(experts) * 4,
+        "arrive": 2 * blocks * 4,
+        "done": 2 * blocks * 4,
+        "counts": ctas * experts * 4,
+        "slots": tokens * top_k * 8,
+        "xq": tokens * 384,
+        "xs": tokens * 16,
+        "y": tokens * top_k * 768,
+    }
+    at = ws.NUM_FLAGS * ws.LINE * 4
+    for name, size in sizes.items():
+        begin = getattr(found, name)
+        assert begin >= at and begin % ws.ALIGN == 0
+        at = begin + size
+    assert found.size >= at
+    assert ws.header_ints(experts) >= ws.H_FIRST + experts + 1
+
+
+def test_layout_passes_two_gigabytes():
+    assert ws.layout(7168, 40000, 8, 256, 1, 132, 4000).size > 2**32
+
+
+def test_capacity():
+    assert ws.capacity_rows(0, 32) == 128
+    assert ws.capacity_rows(1, 32) == 128
+    assert ws.capacity_rows(65536, 32) >= 65536 + 32 * 127
