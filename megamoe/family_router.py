@@ -77,6 +77,8 @@ class FamilyRouter(Router):
             if token_ids is None:
                 raise MegaMoEValueError(expected("token_ids", "the vocabulary ids of a hash layer's tokens", None))
             topk_ids = hash_ids(token_ids, self.tid2eid)
+        if token_mask is not None and token_mask.shape == x.shape[:1]:
+            x = torch.where(token_mask[:, None], x, 0)  # padding may hold NaN, which would reach the weight's gradient
         with torch.autocast(x.device.type, enabled=False):
             linear_bias = None if self.linear_bias is None else self.linear_bias.float()
             logits = nn.functional.linear(x.float(), self.weight.float(), linear_bias)

@@ -111,20 +111,21 @@ def route_family(
     rule = _family(family)
     _check(logits, config, rule, correction_bias, topk_ids, token_mask)
     scores = rule.score(logits)
-    if topk_ids is None:
-        topk_ids = _choose(scores, correction_bias, config, rule)
-    topk_ids = topk_ids.long()
+    is_all_experts = topk_ids is None and token_mask is None
+    topk_ids = _choose(scores, correction_bias, config, rule) if topk_ids is None else topk_ids.long()
     if token_mask is not None:
         topk_ids = torch.where(token_mask[:, None], topk_ids, -1)
-    is_expert = topk_ids >= 0
-    chosen = scores.gather(1, topk_ids.clamp(0, config.num_experts - 1))
+    is_expert = None if is_all_experts else topk_ids >= 0
+    chosen = scores.gather(1, topk_ids if is_all_experts else topk_ids.clamp(0, config.num_experts - 1))
+    if is_expert is not None:
+        chosen = torch.where(is_expert, chosen, float("-inf") if rule.softmax_over_chosen else 0.0)
     if rule.softmax_over_chosen:
-        chosen = torch.where(is_expert, chosen, float("-inf"))
-        # A row without any expert would be a softmax over nothing.
-        weights = torch.where(is_expert.any(1, keepdim=True), chosen, 0.0).softmax(dim=-1)
-        weights = torch.where(is_expert, weights, 0.0)
+        if is_expert is not None:  # a row without any expert would be a softmax over nothing
+            chosen = torch.where(is_expert.any(1, keepdim=True), chosen, 0.0)
+        weights = chosen.softmax(dim=-1)
+        weights = weights if is_expert is None else torch.where(is_expert, weights, 0.0)
     else:
-        weights = torch.where(is_expert, chosen, 0.0)
+        weights = chosen
         if config.norm_topk:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + NORM_EPS)
     return Routed(topk_ids, weights * config.routed_scaling_factor, scores)

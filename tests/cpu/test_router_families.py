@@ -276,3 +276,15 @@ def test_config_from_hf_refusals() -> None:
 def test_config_object_and_its_json_say_the_same(name: str) -> None:
     config = getattr(transformers, name)(num_experts_per_tok=6)
     assert config_from_hf(config) == config_from_hf(config.to_dict())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_compiles_without_a_break(family: str) -> None:
+    logits, mask = torch.randn(T, 16), torch.arange(T) % 3 != 0
+
+    def routed(logits: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = route_family(logits, small(), family, token_mask=mask)
+        return result.topk_ids, result.topk_weights
+
+    compiled = torch.compile(routed, fullgraph=True, backend="aot_eager")(logits, mask)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, routed(logits, mask), strict=True))
