@@ -1,0 +1,1 @@
+"""Benchmark results as data, and the tables made from them."""

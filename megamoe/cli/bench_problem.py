@@ -1,0 +1,265 @@
+"""What `megamoe bench` runs: a problem on the device, one closure a variant, and the errors against the fp64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from megamoe.backends import BACKENDS, Backend
+from megamoe.cli.problem import ProblemSpec, draw_topk_ids
+from megamoe.comm import LocalWorld
+from megamoe.comm.transport import Transport, as_transport
+from megamoe.gates import GATES, rel_l2, sqnr_db
+from megamoe.memory_plan import worst_rows
+from megamoe.recipe import BLOCK, Recipe
+from megamoe.reference import Inputs, oracle_backward, oracle_forward
+from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, Saved
+
+Run = Callable[[], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One thing to time.
+
+    Attributes:
+        run: launches it on the current stream. flops, num_bytes: what it has to compute and move at least, 0 if that
+            says nothing about it.
+    """
+
+    run: Run
+    flops: int = 0
+    num_bytes: int = 0
+
+
+class BenchProblem:
+    """Random inputs of a shape on R virtual ranks, drawn on the device.
+
+    Args:
+        spec: sizes and routing. recipe: numerics. device: where everything lives.
+    """
+
+    def __init__(self, spec: ProblemSpec, recipe: Recipe, device: torch.device) -> None:
+        self.spec, self.recipe, self.device = spec, recipe, device
+        generator = torch.Generator(device=device).manual_seed(spec.seed)
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            values = torch.empty(*shape, dtype=torch.bfloat16, device=device)
+            for part in values.view(shape[0], -1).split(max(1, shape[0] // 32)):
+                part.copy_(torch.randn(part.shape, generator=generator, device=device) * scale)
+            return values
+
+        total, h, i, e = sum(spec.num_tokens), spec.hidden, spec.intermediate, spec.num_experts
+        split = lambda v: [part.clone() for part in v.split(list(spec.num_tokens))]  # noqa: E731
+        self.xs, self.douts = split(normal(total, h)), split(normal(total, h))
+        self.w13, self.w2 = normal(e, 2 * i, h, scale=h**-0.5), normal(e, h, i, scale=i**-0.5)
+        ids = draw_topk_ids(spec, torch.Generator().manual_seed(spec.seed)).to(device)
+        weights = torch.rand(total, spec.top_k, generator=generator, device=device) + 0.1
+        self.ids, self.weights = split(ids), split(weights / weights.sum(1, keepdim=True))
+        self.num_rows = int((ids >= 0).sum())
+        self.flops = 6 * self.num_rows * h * i
+        per_rank = e // spec.num_ranks
+        self.options = ForwardOptions(
+            num_rows=worst_rows(total * spec.top_k, per_rank), max_tokens=max(spec.num_tokens)
+        )
+
+    def transport(self, backend: Backend) -> Transport:
+        return as_transport(LocalWorld(self.spec.num_ranks), backend.steps)
+
+    def experts(self, backend: Backend, transposed: bool) -> list[ExpertWeights]:
+        """Each rank's weights as the backend reads them, quantised beforehand."""
+        mine = []
+        for w13, w2 in zip(self.w13.chunk(self.spec.num_ranks), self.w2.chunk(self.spec.num_ranks), strict=True):
+            w13_q, w13_t = backend.copy_weight(w13, 2, self.recipe, transposed)
+            w2_q, w2_t = backend.copy_weight(w2, 1, self.recipe, transposed)
+            mine.append(ExpertWeights(w13_q, w2_q, w13_t, w2_t))
+        return mine
+
+
+class LayerRun:
+    """The layer of one backend on a problem: forward, backward, both. Weight gradients are bf16, overwritten.
+
+    Args:
+        name: of the backend. problem: what to run. training: whether backward will be called.
+    """
+
+    def __init__(self, name: str, problem: BenchProblem, training: bool) -> None:
+        self.backend, self.problem = BACKENDS[name], problem
+        self.transport = problem.transport(self.backend)
+        self.experts = problem.experts(self.backend, training)
+        self._saved: Saved | None = None
+        self.needs = Needs(w13=None, w2=None)
+        if training:
+            ranks = problem.spec.num_ranks
+            self.needs = Needs(
+                w13=list(torch.empty_like(problem.w13).chunk(ranks)), w2=list(torch.empty_like(problem.w2).chunk(ranks))
+            )
+
+    def forward(self) -> list[torch.Tensor]:
+        """Inference: nothing is saved."""
+        return self._forward(save=False)[0]
+
+    def training_forward(self) -> list[torch.Tensor]:
+        """What it saves stays for `backward`."""
+        outs, self._saved = self._forward(save=True)
+        return outs
+
+    def _forward(self, save: bool) -> tuple[list[torch.Tensor], Saved | None]:
+        p = self.problem
+        options = dataclasses.replace(p.options, save="pool" if save else "none")
+        return self.backend.forward(self.transport, p.xs, p.ids, p.weights, self.experts, p.recipe, options)
+
+    def backward(self) -> Grads:
+        """Of the last training forward, which it leaves as it is."""
+        assert self._saved is not None, "training_forward comes first"
+        return self._backward(self._saved)
+
+    def _backward(self, saved: Saved) -> Grads:
+        return self.backend.backward(self.transport, self.problem.douts, saved, self.experts, self.needs)
+
+    def forward_backward(self) -> Grads:
+        """A training step; what it saves is gone afterwards."""
+        saved = self._forward(save=True)[1]
+        assert saved is not None
+        return self._backward(saved)
+
+
+def errors(problem: BenchProblem, run: LayerRun, training: bool) -> dict[str, float]:
+    """rel-L2 of what a run computes against the fp64 oracle, as fields of a record.
+
+    Raises:
+        AssertionError: a tensor misses the gate of the recipe's precision; a wrong result has no time.
+    """
+    oracle_inputs = Inputs(
+        torch.cat(problem.xs), torch.cat(problem.ids), torch.cat(problem.weights), problem.w13, problem.w2
+    )
+    figures: dict[str, float] = {}
+    least = GATES[problem.recipe.precision].tensor_db
+
+    def compare(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        db = sqnr_db(got, want)
+        assert db >= least, f"{run.backend.name}: {name} at {db:.1f} dB, expected at least {least}"
+        figures[f"rel_l2_{name}"] = rel_l2(got, want)
+
+    out = torch.cat(run.training_forward() if training else run.forward())
+    compare("out", out, oracle_forward(oracle_inputs, problem.recipe.clamp).out_TH)
+    if training:
+        grads = run.backward()
+        want = oracle_backward(oracle_inputs, torch.cat(problem.douts), problem.recipe.clamp)
+        assert grads.dx is not None and grads.dp is not None and grads.dw13 is not None and grads.dw2 is not None
+        compare("dx", torch.cat(grads.dx), want.dx_TH)
+        figures["rel_l2_dp"] = rel_l2(torch.cat(grads.dp), want.dp_TK)
+        compare("dw13", torch.cat(grads.dw13), want.dw13_E2IH)
+        compare("dw2", torch.cat(grads.dw2), want.dw2_EHI)
+    return figures
+
+
+def torch_gemms(problem: BenchProblem) -> Variant | None:
+    """torch's two grouped GEMMs alone, FP8 with one scale a row or bf16; None where torch has none.
+
+    They read rows packed by expert without padding, quantised beforehand; what they compute is not the layer.
+    """
+    if problem.device.type != "cuda":
+        return None
+    spec, fp8 = problem.spec, problem.recipe.precision == "fp8"
+    ids = torch.cat(problem.ids)
+    counts = torch.bincount(ids[ids >= 0], minlength=spec.num_experts)
+    offs = counts.cumsum(0).int()
+    rows, h, i = problem.num_rows, spec.hidden, spec.intermediate
+    kind = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    a13 = torch.randn(rows, h, device=problem.device).to(kind)
+    a2 = torch.randn(rows, i, device=problem.device).to(kind)
+    b13, b2 = ((w.float() * w.shape[2] ** 0.5).to(kind).transpose(1, 2) for w in (problem.w13, problem.w2))
+    ones = torch.ones(max(rows, spec.num_experts * max(2 * i, h)), device=problem.device)
+
+    def scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        scale_b = ones[: b.shape[0] * b.shape[2]].view(b.shape[0], b.shape[2])
+        return torch._scaled_grouped_mm(
+            a, b, ones[:rows], scale_b, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    def plain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(a, b, offs=offs)
+
+    gemm = scaled if fp8 else plain
+
+    def both() -> None:
+        gemm(a13, b13)
+        gemm(a2, b2)
+
+    return Variant(both, problem.flops)
+
+
+def triton_stages(problem: BenchProblem, training: bool) -> dict[str, Variant]:
+    """The steps of the Triton path one by one, on R = 1; bytes count every input and output once, padding too."""
+    steps, recipe, spec = BACKENDS["triton"].steps, problem.recipe, problem.spec
+    x, ids, p = torch.cat(problem.xs), torch.cat(problem.ids), torch.cat(problem.weights)
+    experts = BenchProblem.experts(problem, BACKENDS["triton"], training)[0]
+    assert spec.num_ranks == 1
+    plan = steps.make_plan([ids], spec.num_experts)
+    mine, tokens, rows = plan.ranks[0], x.shape[0], problem.num_rows
+    num_rows, h_dim, inter = mine.num_rows, spec.hidden, spec.intermediate
+    width = 1 if recipe.precision == "fp8" else 2
+    scales = 4 / BLOCK if width == 1 else 0.0
+    per = lambda n, size: int(n * size)  # noqa: E731
+    q = steps.quantize_rows(x, recipe)
+    pool, weight = steps.dispatch([q], mine), steps.dispatch_weights([p], mine)
+    gate_up = steps.grouped_gemm(pool, experts.w13, mine)
+    h = steps.swiglu(gate_up, weight, recipe)
+    y = steps.grouped_gemm(h, experts.w2, mine)
+    unit = rows * h_dim * inter * 2
+    stages = {
+        "plan": Variant(lambda: steps.make_plan([ids], spec.num_experts, num_rows=num_rows, checked=False)),
+        "quantize": Variant(lambda: steps.quantize_rows(x, recipe), num_bytes=per(tokens * h_dim, 2 + width + scales)),
+        "dispatch": Variant(
+            lambda: steps.dispatch([q], mine), num_bytes=per((tokens + num_rows) * h_dim, width + scales)
+        ),
+        "gemm1": Variant(lambda: steps.grouped_gemm(pool, experts.w13, mine), 2 * unit),
+        "swiglu": Variant(
+            lambda: steps.swiglu(gate_up, weight, recipe), num_bytes=per(num_rows * inter, 4 + width + scales)
+        ),
+        "gemm2": Variant(lambda: steps.grouped_gemm(h, experts.w2, mine), unit),
+        "combine": Variant(lambda: steps.combine([y], plan, 0), num_bytes=2 * (rows + tokens) * h_dim),
+    }
+    if not training:
+        return stages
+    d_pool = steps.dispatch([steps.quantize_rows(torch.cat(problem.douts), recipe)], mine)
+    dh = steps.grouped_gemm(d_pool, experts.w2_t, mine, torch.float32)
+    grads = steps.swiglu_backward(dh, gate_up, weight, recipe)
+    x_rows, d_rows = steps.dequantize(pool), steps.dequantize(d_pool)
+    dw13, dw2 = torch.empty_like(problem.w13), torch.empty_like(problem.w2)
+    stages |= {
+        "gemm_a": Variant(lambda: steps.grouped_gemm(d_pool, experts.w2_t, mine, torch.float32), unit),
+        "swiglu_backward": Variant(
+            lambda: steps.swiglu_backward(dh, gate_up, weight, recipe),
+            num_bytes=per(num_rows * inter, 4 + 4 + 2 + 4 + (2 if width == 1 else 0) + 2 * scales),
+        ),
+        "gemm_b": Variant(lambda: steps.grouped_gemm(grads.d_gate_up, experts.w13_t, mine), 2 * unit),
+        "dequantize": Variant(lambda: steps.dequantize(pool), num_bytes=per(num_rows * h_dim, 3 + scales)),
+        "wgrad13": Variant(lambda: steps.wgrad(grads.d_gate_up_bf16, x_rows, mine, dw13), 2 * unit),
+        "wgrad2": Variant(lambda: steps.wgrad(d_rows, grads.weighted_act, mine, dw2), unit),
+    }
+    return stages
+
+
+def ceilings(device: torch.device, precision: str) -> dict[str, Variant]:
+    """What the card does at best: a copy, and one dense product of torch in the same precision."""
+    if device.type != "cuda":
+        return {}
+    size = 8192
+    source, target = (torch.empty(1 << 30, dtype=torch.uint8, device=device) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    one = torch.ones((), device=device)
+    if precision == "fp8":
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+        product: Run = lambda: torch._scaled_mm(  # noqa: E731
+            a8, b8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    else:
+        product = lambda: a @ b  # noqa: E731
+    return {
+        "copy": Variant(lambda: target.copy_(source), num_bytes=2 << 30),
+        "dense_matmul": Variant(product, 2 * size**3),
+    }

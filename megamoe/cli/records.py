@@ -1,0 +1,123 @@
+"""Benchmark records: what one holds, where it was measured, and the hash that tells whether kernels changed since."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megamoe
+
+Record = dict[str, Any]
+
+REQUIRED: dict[str, type | tuple[type, ...]] = {
+    "bench": str,
+    "shape": str,
+    "T": int,
+    "routing": str,
+    "ranks": int,
+    "backend": str,
+    "precision": str,
+    "us": float,
+    "us_sustained": float,
+    "us_min": float,
+    "us_max": float,
+    "tflops": (float, type(None)),
+    "gpu": str,
+    "clock_mhz": (int, type(None)),
+    "torch": str,
+    "triton": (str, type(None)),
+    "cutlass_dsl": (str, type(None)),
+    "commit": (str, type(None)),
+    "kernel_hash": (str, type(None)),
+    "date": str,
+}
+"""Fields that every record has, with their types."""
+
+OPTIONAL: dict[str, type] = {
+    "ratio_to_triton": float,
+    "ratio_to_torch_gemms": float,
+    "roof_share": float,
+    "gb_per_s": float,
+    "peak_bytes": int,
+    "rel_l2_out": float,
+    "rel_l2_dx": float,
+    "rel_l2_dp": float,
+    "rel_l2_dw13": float,
+    "rel_l2_dw2": float,
+}
+"""Fields of some records: ratios (> 1: ours is faster), share of the roof (1: on it), errors against the oracle."""
+
+_ROOT = Path(megamoe.__file__).resolve().parent.parent
+_SOURCES = {"triton": "megamoe/triton_kernels", "cute": "cute_kernels"}
+
+
+def kernel_hash(backend: str, root: Path = _ROOT) -> str | None:
+    """Hash of the sources that make a backend's kernels; None for a backend that is not ours.
+
+    Args:
+        backend: as in a record. root: of the source tree.
+    """
+    if backend not in _SOURCES:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted((root / _SOURCES[backend]).rglob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def gpu_name(device: torch.device) -> str:
+    """The folder name of a device: "h200" for an NVIDIA H200, "cpu" for the CPU."""
+    if device.type != "cuda":
+        return "cpu"
+    words = torch.cuda.get_device_name(device).lower().replace("nvidia", "").split()
+    return re.sub(r"[^a-z0-9]+", "-", words[0] if words else "gpu").strip("-")
+
+
+def environment(backend: str, device: torch.device) -> Record:
+    """The fields of a record that say where and with what it was measured."""
+    return {
+        "gpu": gpu_name(device),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cutlass_dsl": _version("nvidia-cutlass-dsl"),
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "kernel_hash": kernel_hash(backend),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    git = ["git", "-C", str(_ROOT), "rev-parse", "--short=10", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write records as a JSON list, one a line, so that a difference of two files can be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(_rounded(record), sort_keys=False) for record in records)
+    path.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
+
+
+def _rounded(record: Mapping[str, Any]) -> Record:
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in record.items()}

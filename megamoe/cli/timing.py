@@ -1,0 +1,96 @@
+"""How times are measured: interleaved rounds with a flushed L2 cache, then back-to-back launches."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+"""More than any L2 cache holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Times of one variant in microseconds.
+
+    Attributes:
+        us: median of single launches, each behind a flush of the L2 cache.
+        us_min, us_max: of the same launches.
+        us_sustained: mean of back-to-back launches, at the clock that the card holds under this load.
+    """
+
+    us: float
+    us_min: float
+    us_max: float
+    us_sustained: float
+
+
+def time_variants(
+    variants: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    rounds: int = 10,
+    sustained_s: float = 0.3,
+    progress: Callable[[str], None] = lambda name: None,
+) -> dict[str, Timing]:
+    """Time functions against each other: one launch of each a round, so that all see the same clocks.
+
+    Args:
+        variants: what to time; each was run before, so that nothing is compiled or allocated for the first time.
+        device: a CUDA device (events on the current stream), or the CPU (wall time, nothing to flush).
+        rounds: launches of each. sustained_s: seconds of back-to-back launches of each; 0: none, `us` stands for it.
+        progress: told the name of what has just been done.
+
+    Returns:
+        The times by name. Effects: synchronises with the device.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    for _ in range(rounds):
+        for name, run in variants.items():
+            flush.zero_()
+            samples[name].append(_once(run, device))
+            progress(name)
+    times = {}
+    for name, run in variants.items():
+        us = statistics.median(samples[name])
+        count = max(1, round(sustained_s * 1e6 / max(us, 1.0)))
+        sustained = _repeated(run, count, device) if sustained_s else us
+        times[name] = Timing(us, min(samples[name]), max(samples[name]), sustained)
+        progress(name)
+    return times
+
+
+def _once(run: Callable[[], object], device: torch.device) -> float:
+    return _repeated(run, 1, device)
+
+
+def _repeated(run: Callable[[], object], count: int, device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(count):
+            run()
+        return (time.perf_counter() - begin) * 1e6 / count
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(count):
+        run()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) * 1e3 / count
+
+
+def clock_mhz(device: torch.device) -> int | None:
+    """The SM clock of a CUDA device now, as nvidia-smi reads it; None where there is none."""
+    if device.type != "cuda":
+        return None
+    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={device.index or 0}"]
+    try:
+        return int(subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None

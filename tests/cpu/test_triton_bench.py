@@ -1,0 +1,150 @@
+"""`megamoe bench` on the CPU with tiny shapes: records that validate, stale ones found, tables and charts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from benchmarks import records as benchmarks_records
+from megamoe.cli import bench, bench_problem, timing
+from megamoe.cli.problem import ProblemSpec
+from megamoe.cli.records import environment, gpu_name, kernel_hash, write_records
+from megamoe.errors import BackendUnavailable, MegaMoEValueError
+from megamoe.recipe import Recipe
+
+CPU = torch.device("cpu")
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args([*argv, "--device", "cpu", "--rounds", "2", "--sustained", "0"])
+
+
+@pytest.fixture
+def committed(tmp_path):
+    """A run of the torch backend, as a folder of results."""
+    arguments = ("--shapes", "4,256,128,2", "--tokens", "32", "--backends", "torch", "--out", str(tmp_path))
+    assert bench.bench_main(parse(*arguments)) == 0
+    return tmp_path
+
+
+def test_a_run_writes_records_and_a_chart(committed, capsys):
+    (name, records), *more = benchmarks_records.load(committed).items()
+    assert name == "cpu/layer" and not more
+    assert benchmarks_records.validate(records) == []
+    assert [r["bench"] for r in records] == ["forward", "backward", "fwd_bwd"]
+    assert 0 < records[0]["rel_l2_out"] < 0.089 and 0 < records[1]["rel_l2_dw13"] < 0.089
+    assert not any(benchmarks_records.is_stale(r) for r in records)
+    assert (committed / "cpu" / "layer-4-256-128-2.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_validate_names_what_is_wrong(committed):
+    (records,) = benchmarks_records.load(committed).values()
+    first = records[0]
+    assert benchmarks_records.validate([{k: v for k, v in first.items() if k != "us"}]) == ["records[0]: us is missing"]
+    assert benchmarks_records.validate([first | {"T": "32"}], "h200/x") == ["h200/x[0]: T = '32'"]
+    assert "expected 0 < us_min" in benchmarks_records.validate([first | {"us_min": 1e12}])[0]
+    assert "a second record of ('forward'," in benchmarks_records.validate([first, first])[0]
+    assert benchmarks_records.validate([first | {"rel_l2_out": float("nan")}]) == ["records[0]: rel_l2_out = nan"]
+
+
+def test_records_of_other_kernels_are_stale(committed):
+    (records,) = benchmarks_records.load(committed).values()
+    old = records[0] | {"backend": "triton", "kernel_hash": "0" * 16}
+    new = old | {"kernel_hash": kernel_hash("triton")}
+    assert benchmarks_records.is_stale(old) and not benchmarks_records.is_stale(new)
+    table = benchmarks_records.render_table([old, new])
+    assert table.count("triton (stale)") == 1 and table.endswith("since this was measured.")
+    assert "(stale)" not in benchmarks_records.render_table([new])
+
+
+def test_the_hash_follows_the_sources(tmp_path):
+    folder = tmp_path / "megamoe" / "triton_kernels"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text("x = 1\n")
+    before = kernel_hash("triton", tmp_path)
+    (folder / "a.py").write_text("x = 2\n")
+    assert before != kernel_hash("triton", tmp_path)
+    assert kernel_hash("torch_scaled_grouped_mm") is None
+    assert kernel_hash("cute") != kernel_hash("triton")
+
+
+def test_select_and_render():
+    records = [
+        {"bench": b, "shape": s, "T": 8, "backend": "torch", "us": 1234.5, "tflops": None, "kernel_hash": None}
+        for b in ("backward", "forward")
+        for s in ("A", "B")
+    ]
+    chosen = benchmarks_records.select(records, bench=("forward", "backward"), shape="A")
+    assert [r["bench"] for r in chosen] == ["forward", "backward"]
+    assert benchmarks_records.render_table(chosen).splitlines() == [
+        "| bench | shape | T | backend | µs |",
+        "|---|---|---|---|---:|",
+        "| forward | A | 8 | torch | 1,234 |",
+        "| backward | A | 8 | torch | 1,234 |",
+    ]
+
+
+def test_committed_results_are_valid(capsys):
+    assert benchmarks_records.main([]) == 0, capsys.readouterr().out
+
+
+def test_the_command_that_checks_results_fails_on_bad_ones(tmp_path, capsys):
+    write_records(tmp_path / "h200" / "x.json", [{"bench": "forward"}])
+    assert benchmarks_records.main(["--results", str(tmp_path)]) == 1
+    assert "h200/x[0]: us is missing" in capsys.readouterr().out
+
+
+def test_write_records_puts_one_on_a_line(tmp_path):
+    write_records(tmp_path / "a" / "b.json", [{"us": 1.23456789, "n": 3}, {"us": None}])
+    text = (tmp_path / "a" / "b.json").read_text()
+    assert text == '[\n{"us": 1.2346, "n": 3},\n{"us": null}\n]\n'
+    assert json.loads(text)[0]["us"] == 1.2346
+
+
+def test_options_are_refused_by_name():
+    with pytest.raises(MegaMoEValueError, match=r"--shapes: expected A, B, C or E,H,I,K, got 'Q'"):
+        bench.bench_main(parse("--shapes", "Q"))
+    with pytest.raises(MegaMoEValueError, match=r"--ranks: expected a divisor of 30 tokens, got 4"):
+        bench.bench_main(parse("--shapes", "4,128,128,2", "--tokens", "30", "--ranks", "4"))
+    with pytest.raises(MegaMoEValueError, match=r"--bench: expected of forward, backward, fwd_bwd, stages"):
+        bench.bench_main(parse("--shapes", "4,128,128,2", "--bench", "sideways"))
+    with pytest.raises(MegaMoEValueError, match=r"--backends: expected of cute, triton, torch, got 'x'"):
+        bench.bench_main(parse("--shapes", "4,128,128,2", "--backends", "x"))
+    with pytest.raises(BackendUnavailable, match=r"--backends: none of cute runs this on cpu"):
+        bench.bench_main(parse("--shapes", "4,128,128,2", "--backends", "cute"))
+    assert bench.shape_names("A,B;8,256,128,2") == ["A", "B", "8,256,128,2"]
+
+
+def test_a_wrong_result_has_no_time():
+    problem = bench_problem.BenchProblem(ProblemSpec((16,), 128, 128, 4, 2), Recipe(), CPU)
+    run = bench_problem.LayerRun("torch", problem, training=False)
+    assert set(bench_problem.errors(problem, run, training=False)) == {"rel_l2_out"}
+    problem.w2.mul_(-1)  # behind the quantised copies
+    with pytest.raises(AssertionError, match=r"torch: out at -6\.\d dB, expected at least 21"):
+        bench_problem.errors(problem, run, training=False)
+
+
+def test_timing_interleaves():
+    calls: list[str] = []
+    variants = {name: lambda name=name: calls.append(name) for name in "ab"}
+    times = timing.time_variants(variants, CPU, rounds=3, sustained_s=0)
+    assert calls == ["a", "b"] * 3
+    assert all(0 < t.us_min <= t.us <= t.us_max and t.us_sustained == t.us for t in times.values())
+
+
+def test_environment_of_the_cpu():
+    found = environment("torch", CPU)
+    assert (found["gpu"], found["torch"], found["kernel_hash"]) == ("cpu", torch.__version__, None)
+    assert gpu_name(CPU) == "cpu" and timing.clock_mhz(CPU) is None
+
+
+def test_progress_reaches_the_end(capsys):
+    progress = bench.Progress(4, "A")
+    for i in range(4):
+        progress(f"step {i}")
+    assert capsys.readouterr().err.splitlines()[-1] == f"A [{'#' * 30}] 100% step 3"
