@@ -1,7 +1,7 @@
 """Expert parallelism over processes: `torchrun --nproc-per-node 2 examples/expert_parallel.py`.
 
-Each process holds its share of the experts and its own tokens (one of them none). All results are compared, bit for bit,
-with one process that holds everything. On CPUs the group is gloo, on GPUs NCCL.
+Each process holds its share of the experts and its own tokens (one of them none). All results are compared, bit for
+bit, with one process that holds everything. On CPUs the group is gloo, on GPUs NCCL.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ def check_command(command: str) -> str | None:
         wrong = [w for w in rest if "=" not in w and not w.startswith("-") and w not in targets]
         return f"no target {wrong[0]}" if wrong else None
     if program == "torchrun":
-        rest = [w for w in rest if not w.startswith("-")]
-        return None if rest and (ROOT / rest[0]).exists() else "no such script"
+        scripts = [w for w in rest if w.endswith(".py")]
+        return None if scripts and (ROOT / scripts[0]).exists() else "no such script"
     if program.startswith("python"):
         if rest[:2] == ["-m", "megamoe"]:
             program, rest = "megamoe", rest[2:]
