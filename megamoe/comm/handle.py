@@ -26,9 +26,10 @@ class DispatchOptions:
         num_experts: E over all ranks, a multiple of their number.
         expert_alignment: rows to which each expert's segment is rounded up (with `expand`).
         num_worst_tokens: None: receive as many rows as there are; sizes are read back from the device. A number:
-            static shapes and no host synchronisation, so CUDA graphs can capture the call; it is the most tokens that
-            all ranks together may have, R * (the most of one rank). Over a process group the worst case then travels:
-            for few tokens a rank. Ids outside [0, num_experts) count as -1.
+            static shapes and no host synchronisation, so CUDA graphs can capture the call (of one rank or of a process
+            group; calls over several virtual ranks copy their addresses from the host). It is the most tokens that all
+            ranks together may have, R * (the most of one rank). Over a process group the worst case then travels: for
+            few tokens a rank. Ids outside [0, num_experts) count as -1.
         expand: True: one row per token and expert, expert-major. False: one row per token and rank that owns one of its
             experts, by (source rank, token).
     """
