@@ -197,9 +197,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor]
 def _backward(ctx: Any, d_outs: list[Tensor | None], d_saved: list[None]) -> tuple[Any, ...]:
     need_x, _, need_p, need_w13, need_w2, *_ = ctx.needs_input_grad
     num_saved, num_xs = ctx.counts
-    saved = ctx.saved_tensors[:num_saved]
-    xs = ctx.saved_tensors[num_saved : num_saved + num_xs]
-    w13, w2, w13_scale, w2_scale = ctx.saved_tensors[num_saved + num_xs :]
+    kept = ctx.saved_tensors  # unpacked once: activation checkpointing allows no more
+    saved, xs = kept[:num_saved], kept[num_saved : num_saved + num_xs]
+    w13, w2, w13_scale, w2_scale = kept[num_saved + num_xs :]
     douts = [
         w13.new_zeros(shape, dtype=torch.bfloat16) if dout is None else dout
         for dout, shape in zip(d_outs, ctx.out_shapes, strict=True)
