@@ -53,7 +53,7 @@ def make_exchange(plan: RoutingPlan, wire: Wire, lane_tokens: list[list[int]], p
     home, sent_counts = _positions(group, row.flatten().long(), ranks, pair_rows)
 
     source = mine.source_rank.long()
-    of_lane = _lane_of(mine, lane_tokens) if wire.num_lanes > 1 else 0
+    of_lane = _lane_of(mine, lane_tokens, pair_rows is not None) if wire.num_lanes > 1 else 0
     senders = wire.num_lanes * ranks
     group = torch.where(source >= 0, of_lane * ranks + source, senders)
     arrival, received_counts = _positions(group, torch.arange(mine.num_rows, device=device), senders, pair_rows)
@@ -73,10 +73,13 @@ def make_exchange(plan: RoutingPlan, wire: Wire, lane_tokens: list[list[int]], p
     return Exchange(counts, _inverse(home, sent), _inverse(arrival, received), in_order, pool_plan, home_plan)
 
 
-def _lane_of(mine: RankPlan, lane_tokens: list[list[int]]) -> torch.Tensor:
+def _lane_of(mine: RankPlan, lane_tokens: list[list[int]], is_static: bool) -> torch.Tensor:
     """Which lane of its source each pool row comes from, int64 [P] (padding: anything)."""
-    last = torch.tensor(lane_tokens, device=mine.token.device).cumsum(0)  # [lanes, R]: first token behind each lane's
-    return (mine.token[None] >= last[:, mine.source_rank.long().clamp_min(0)]).sum(0)
+    token = mine.token.clamp_min(0).long()
+    if is_static:  # every lane has equally many tokens; no table, whose copy to the device would synchronise
+        return token // lane_tokens[0][0]
+    last = torch.tensor(lane_tokens, device=token.device).cumsum(0)  # [lanes, R]: first token behind each lane's
+    return (token[None] >= last[:, mine.source_rank.long().clamp_min(0)]).sum(0)
 
 
 def _positions(

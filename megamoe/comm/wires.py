@@ -270,10 +270,17 @@ def agree(
 
     Raises:
         error: the process that found one. MegaMoERuntimeError: the others, with its rank and message.
+        MegaMoEValueError: the groups that make up the wire don't fit together.
     """
-    mine = torch.tensor([error is not None, *facts.values()], dtype=torch.int64, device=device)
+    mine = torch.tensor([wire.lane, wire.rank, error is not None, *facts.values()], dtype=torch.int64, device=device)
     everyone = wire.gather(mine).tolist()
-    if any(values[0] for lane in everyone for values in lane):
+    for lane, of_lane in enumerate(everyone):
+        for rank, values in enumerate(of_lane):
+            if values[:2] != [lane, rank]:
+                grid = f"rank {rank} of lane {lane} at that place of all its groups"
+                raise MegaMoEValueError(expected("world", grid, f"rank {values[1]} of lane {values[0]}"))
+    everyone = [[values[2:] for values in of_lane] for of_lane in everyone]
+    if any(values[0] for of_lane in everyone for values in of_lane):
         text = str(error or "").encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
         texts = wire.gather(torch.tensor(list(text), dtype=torch.uint8, device=device))
         if error is not None:

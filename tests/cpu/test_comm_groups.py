@@ -17,7 +17,17 @@ from megamoe.comm.handle import Handle, static_sizes
 from megamoe.comm.wires import Wire, make_wire
 from megamoe.errors import MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError
 from megamoe.quantize import QuantizedRows
-from tests.support.comm_cases import CASES, HIDDEN, Case, check_outcome, make_batch, quantized, train, train_alone
+from tests.support.comm_cases import (
+    CASES,
+    HIDDEN,
+    Case,
+    check_outcome,
+    expert_rows,
+    make_batch,
+    quantized,
+    train,
+    train_alone,
+)
 from tests.support.distributed import run_ranks
 
 
@@ -46,6 +56,9 @@ def compare(case: Case, rank: int, group: Any) -> None:
     ):
         (outcome,), sent = train(mine, group, options, first)
         check_outcome(case, rank, outcome, whole, is_exact=options.expand)
+        has_one_expert = case.num_experts == case.num_ranks or not options.expand
+        in_order = has_one_expert and options.num_worst_tokens is None  # then nothing is permuted on arrival
+        assert sent.handle.row_plan.exchange.in_order == in_order
         (again,), cached = train(mine, group, options, first, handle=sent.handle)
         assert cached.handle.plan is sent.handle.plan
         assert torch.equal(again.out, outcome.out) and torch.equal(again.dx, outcome.dx)
@@ -230,20 +243,29 @@ def _maps_are_adjoint(handle: Handle, rows: torch.Tensor, weights: torch.Tensor)
 def _tensor_parallel(rank: int, lanes: dist.ProcessGroup, experts: dist.ProcessGroup) -> None:
     """EP 2 x TP 2: both lanes of an owner see the same rows and answer with a share; the sums come home."""
     owner, lane = rank // 2, rank % 2
+    group = TensorParallel(experts, lanes)
     for case in (Case((3, 8, 0, 5), 8, 4), Case((0, 5, 0, 0), 2, 2), Case((130, 5, 3, 40), 4, 2)):
         batch = make_batch(case)  # of rank 2 * owner + lane
         whole, mine = train_alone(case, batch), batch.of((rank,))
-        x, weights = mine.x[0].requires_grad_(), mine.weights[0].requires_grad_()
-        group = TensorParallel(experts, lanes)
-        sent = dispatch(x, mine.ids[0], weights, group, options=DispatchOptions(case.num_experts))
-        expert = sent.handle.recv_topk_ids()[0] + owner * case.num_experts // 2
-        share = (0.25, 0.75)[lane] * (expert + 1) * sent.recv_weights
-        out = combine((sent.recv_x.float() * share[:, None]).bfloat16(), sent.handle).x
-        out.backward(mine.dout[0])
-        for got, reference in ((out, whole.out), (x.grad, whole.dx), (weights.grad, whole.dw)):
-            reference = reference[case.tokens_of(rank)]
-            scale = max(float(reference.abs().max()), 1.0) if reference.numel() else 1.0
-            torch.testing.assert_close(got, reference, rtol=2e-2, atol=2e-2 * scale)
+        worst = 4 * (max(case.tokens) + 2)
+        for expand, bound in ((True, None), (False, None), (True, worst), (False, worst)):
+            x, weights = mine.x[0].clone().requires_grad_(), mine.weights[0].clone().requires_grad_()
+            options = DispatchOptions(case.num_experts, num_worst_tokens=bound, expand=expand)
+            sent = dispatch(x, mine.ids[0], weights, group, options=options)
+            expert = sent.handle.recv_topk_ids()[0]
+            expert = torch.where(expert >= 0, expert + owner * case.num_experts // 2, -1)
+            rows = sent.recv_x if expand else sent.recv_x[:, None]
+            y = expert_rows(rows, expert, (0.25, 0.75)[lane] * sent.recv_weights)
+            out = combine(y, sent.handle).x
+            out.backward(mine.dout[0])
+            for got, reference in ((out, whole.out), (x.grad, whole.dx), (weights.grad, whole.dw)):
+                reference = reference[case.tokens_of(rank)]
+                scale = max(float(reference.abs().max()), 1.0) if reference.numel() else 1.0
+                torch.testing.assert_close(got, reference, rtol=2e-2, atol=2e-2 * scale)
+
+    crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])][int(rank in (1, 2))]
+    with pytest.raises(MegaMoEValueError, match="world: expected rank . of lane . at that place of all its groups"):
+        dispatch(x, mine.ids[0], weights, TensorParallel(experts, crossed), options=DispatchOptions(4))
 
 
 # ---------------------------------------------------------------- static shapes never synchronise
