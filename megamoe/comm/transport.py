@@ -7,7 +7,7 @@ give the same bits: those of one rank that holds the whole batch and all experts
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megamoe.comm.exchange import Exchange, make_exchange
 from megamoe.comm.local_world import LocalWorld
-from megamoe.comm.wires import Hierarchy, TensorParallel, agree, check_equal, make_wire
+from megamoe.comm.wires import Finish, Hierarchy, TensorParallel, agree, check_equal, make_wire
 from megamoe.errors import MegaMoEError, MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.quantize import QuantizedRows
 from megamoe.recipe import BLOCK
@@ -84,6 +84,9 @@ class Transport(Protocol):
     def combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
         """bf16 [P, H] -> bf16 [T, H]: sums in fp32 over slots ascending, one rounding."""
 
+    def start_combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> Callable[[], list[torch.Tensor]]:
+        """`combine_rows`, begun; what it returns waits for the rest. Work that joins no exchange may run in between."""
+
     def combine_weight_grads(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
         """fp32 [P] -> fp32 [T, K], exactly 0 where a slot has no expert."""
 
@@ -149,6 +152,10 @@ class LocalTransport:
 
     def combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
         return [self.steps.combine(pools, plan, rank) for rank in self.local_ranks]
+
+    def start_combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> Callable[[], list[torch.Tensor]]:
+        done = self.combine_rows(pools, plan)
+        return lambda: done
 
     def combine_weight_grads(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
         return [self.steps.combine_weight_grads(pools, plan, rank) for rank in self.local_ranks]
@@ -263,11 +270,14 @@ class GroupTransport:
         return [self.steps.dispatch_weights([arrived[:, None]], exchange.pool_plan)]
 
     def combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
-        home = self._back(pools[0], _exchange(plan))
-        return [self.steps.combine([home], _exchange(plan).home_plan, 0)]
+        return self.start_combine_rows(pools, plan)()
+
+    def start_combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> Callable[[], list[torch.Tensor]]:
+        home = self._start_back(pools[0], _exchange(plan))
+        return lambda: [self.steps.combine([home()], _exchange(plan).home_plan, 0)]
 
     def combine_weight_grads(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
-        home = self._back(pools[0], _exchange(plan))
+        home = self._start_back(pools[0], _exchange(plan))()
         return [self.steps.combine_weight_grads([home], _exchange(plan).home_plan, 0)]
 
     def _forth(self, rows: torch.Tensor, index: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -275,9 +285,9 @@ class GroupTransport:
             rows = rows.new_zeros(1, *rows.shape[1:])
         return self.wire.forth(_take(rows, index), exchange.counts)
 
-    def _back(self, pool: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    def _start_back(self, pool: torch.Tensor, exchange: Exchange) -> Finish:
         rows = pool[: exchange.pool_row.shape[0]] if exchange.in_order else _take(pool, exchange.pool_row)
-        return self.wire.back(rows, exchange.counts)
+        return self.wire.start_back(rows, exchange.counts)
 
 
 def _plan_tokens(steps: ModuleType, plan: RoutingPlan, num_rows: int | None) -> RoutingPlan:

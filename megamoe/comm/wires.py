@@ -1,14 +1,14 @@
 """Wires: how rows cross process groups, there and back. Plain, hierarchical, and with tensor-parallel lanes.
 
-A wire joins R owners of experts. Rows leave a process sorted by owner and arrive sorted by source; `back` takes rows in
-the order of arrival home to the order of departure, so it is the adjoint of `forth`. How many rows go from whom to whom
-is known to all beforehand: `counts[lane][source][owner]`.
+A wire joins R owners of experts. Rows leave a process sorted by owner and arrive sorted by source; the way back takes
+rows in the order of arrival home to the order of departure, so it is the adjoint of the way there. How many rows go from
+whom to whom is known to all beforehand: `counts[lane][source][owner]`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megamoe.errors import MegaMoERuntimeError, MegaMoEValueError, expected
 
 Counts = Sequence[Sequence[Sequence[int]]]
+Finish = Callable[[], torch.Tensor]
 
 
 class Wire(Protocol):
@@ -38,8 +39,12 @@ class Wire(Protocol):
     def forth(self, rows: torch.Tensor, counts: Counts) -> torch.Tensor:
         """Rows sorted by owner -> rows sorted by (lane, source), within one of these in the order of departure."""
 
-    def back(self, rows: torch.Tensor, counts: Counts) -> torch.Tensor:
-        """The adjoint: the rows of `forth`'s result home; the lanes' shares of a row are added in fp32."""
+    def start_back(self, rows: torch.Tensor, counts: Counts) -> Finish:
+        """The adjoint, begun: the rows of `forth`'s result home; the lanes' shares of a row are added in fp32.
+
+        Returns:
+            What waits for the rest and gives the rows. No other call on the wire may come between.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +104,9 @@ class GroupWire:
         there, here = self._splits(counts)
         return all_to_all(rows, there, here, self.group)
 
-    def back(self, rows: torch.Tensor, counts: Counts) -> torch.Tensor:
+    def start_back(self, rows: torch.Tensor, counts: Counts) -> Finish:
         there, here = self._splits(counts)
-        return all_to_all(rows, here, there, self.group)
+        return start_all_to_all(rows, here, there, self.group)
 
     def _splits(self, counts: Counts) -> tuple[list[int], list[int]]:
         (matrix,) = counts
@@ -132,12 +137,16 @@ class HierarchicalWire:
         )  # (source's place, owner's node) -> (owner's node, source's place)
         return all_to_all(rows, _sums(second.leaving), _sums(second.arriving), self.between)
 
-    def back(self, rows: torch.Tensor, counts: Counts) -> torch.Tensor:
+    def start_back(self, rows: torch.Tensor, counts: Counts) -> Finish:
         first, second = self._blocks(counts)
-        rows = all_to_all(rows, _sums(second.arriving), _sums(second.leaving), self.between)
-        rows = _transpose_blocks(rows, second.leaving)
-        rows = all_to_all(rows, _sums(first.arriving), _sums(_flip(first.leaving)), self.inside)
-        return _transpose_blocks(rows, _flip(first.leaving))
+        arrived = start_all_to_all(rows, _sums(second.arriving), _sums(second.leaving), self.between)
+
+        def finish() -> torch.Tensor:
+            near = _transpose_blocks(arrived(), second.leaving)
+            near = all_to_all(near, _sums(first.arriving), _sums(_flip(first.leaving)), self.inside)
+            return _transpose_blocks(near, _flip(first.leaving))
+
+        return finish
 
     def _blocks(self, counts: Counts) -> tuple[_Hop, _Hop]:
         (matrix,) = counts
@@ -175,16 +184,19 @@ class TensorParallelWire:
         every = _all_gather(padded, self.lanes)
         return torch.cat([every[lane, :size] for lane, size in enumerate(sizes)])
 
-    def back(self, rows: torch.Tensor, counts: Counts) -> torch.Tensor:
+    def start_back(self, rows: torch.Tensor, counts: Counts) -> Finish:
         sizes = self._received(counts)
         mine = sizes[self.lane]
-        shares = all_to_all(rows, sizes, [mine] * self.num_lanes, self.lanes).view(
-            self.num_lanes, mine, *rows.shape[1:]
-        )
-        total = shares[0].float()
-        for share in shares[1:]:
-            total = total + share.float()
-        return self.inner.back(total.to(rows.dtype), [counts[self.lane]])
+        arrived = start_all_to_all(rows, sizes, [mine] * self.num_lanes, self.lanes)
+
+        def finish() -> torch.Tensor:
+            shares = arrived().view(self.num_lanes, mine, *rows.shape[1:])
+            total = shares[0].float()
+            for share in shares[1:]:
+                total = total + share.float()
+            return self.inner.start_back(total.to(rows.dtype), [counts[self.lane]])()
+
+        return finish
 
     def _received(self, counts: Counts) -> list[int]:
         return [sum(row[self.rank] for row in matrix) for matrix in counts]
@@ -195,11 +207,22 @@ class TensorParallelWire:
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
-def all_to_all(rows: torch.Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Send `there[r]` consecutive rows to each rank of the group and receive `here[r]`; any dtype, as bytes."""
+def start_all_to_all(rows: torch.Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Finish:
+    """Begin to send `there[r]` consecutive rows to each rank of the group and to receive `here[r]`; any dtype."""
     out = torch.empty(sum(here), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
-    dist.all_to_all_single(_as_bytes(out), _as_bytes(rows.contiguous()), here, there, group=group)
-    return out
+    sent = _as_bytes(rows.contiguous())
+    work = dist.all_to_all_single(_as_bytes(out), sent, here, there, group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        work.wait()  # on CUDA the stream waits, not the host
+        return out
+
+    return finish
+
+
+def all_to_all(rows: torch.Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """`start_all_to_all`, finished."""
+    return start_all_to_all(rows, there, here, group)()
 
 
 def _all_gather(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

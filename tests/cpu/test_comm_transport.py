@@ -79,7 +79,12 @@ def travel(transport: Transport, case: Case, batch: Rows) -> list[Result]:
         answer = by_expert(rows, plan.ranks[r].expert_of_row() + r * per_rank)
         y.append(answer.masked_fill(padding[:, None], float("nan")))
         dp.append((answer.float().sum(1) * weights[i]).masked_fill(padding, float("nan")))
-    outs, grads = transport.combine_rows(y, plan), transport.combine_weight_grads(dp, plan)
+    outs = transport.combine_rows(y, plan)
+    begun = transport.start_combine_rows([rows.clone() for rows in y], plan)
+    y = [rows.fill_(torch.nan) for rows in y]  # work in between
+    for begun_out, out in zip(begun(), outs, strict=True):
+        assert torch.equal(begun_out, out)
+    grads = transport.combine_weight_grads(dp, plan)
     results = []
     for i in range(len(here)):
         results.append(Result(pools[i].dequantize(), weights[i], outs[i], grads[i]))
