@@ -1,8 +1,8 @@
 """Wires: how rows cross process groups, there and back. Plain, hierarchical, and with tensor-parallel lanes.
 
 A wire joins R owners of experts. Rows leave a process sorted by owner and arrive sorted by source; the way back takes
-rows in the order of arrival home to the order of departure, so it is the adjoint of the way there. How many rows go from
-whom to whom is known to all beforehand: `counts[lane][source][owner]`.
+rows in the order of arrival home to the order of departure, so it is the adjoint of the way there. How many rows go
+from whom to whom is known to all beforehand: `counts[lane][source][owner]`.
 """
 
 from __future__ import annotations
