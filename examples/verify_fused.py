@@ -17,6 +17,7 @@ from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.cli.stages import judge, run_backend, run_oracle
 from megamoe.cli.verify import Progress, table
 from megamoe.errors import BackendUnavailable
+from megamoe.gates import GATES
 
 PROBLEMS = (
     ProblemSpec((256,), 512, 256, 16, 4, "uniform"),
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(reason, file=sys.stderr)
             return 2
         progress("oracle")
-        verdicts = judge(fused, unfused, run_oracle(problem, recipe.clamp), recipe)
+        oracle = run_oracle(problem, recipe.clamp)
+        verdicts = judge(fused, unfused, oracle, recipe, GATES[recipe.precision].backends_db)
         progress.clear()
         failed = any(v.failures for v in verdicts)
         num_failed += failed

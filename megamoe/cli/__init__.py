@@ -26,6 +26,7 @@ COMMANDS: dict[str, Command] = {
     "verify": Command("megamoe.cli.verify", "verify_main", "compare every stage of the layer with the fp64 oracle"),
     "info": Command("megamoe.cli.info", "info_main", "versions, devices, and which backend runs here or why not"),
     "plan": Command("megamoe.cli.plan", "plan_main", "the memory a layer will hold, before anything is allocated"),
+    "bench": Command("megamoe.cli.bench", "bench_main", "time the layer beside torch's grouped GEMMs; write records"),
 }
 
 

@@ -111,6 +111,25 @@ def test_a_red_stage_is_the_exit_status(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["passed"] is False
 
 
+def test_masks_are_judged_by_the_backends_own_gate_and_up(monkeypatch):
+    """A last bit of g or u at the limit flips its mask: red beside the emulation's g and u, green beside its own."""
+    from megamoe.cli import stages
+
+    problem, recipe, calls = make_problem(SPEC), Recipe(clamp=1.0), []
+
+    def nudge(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        is_first_gemm = len(calls) <= problem.spec.num_ranks
+        return (x.float() * (1 + 2**-8)).bfloat16() if is_first_gemm else x
+
+    got = run_steps(broken("grouped_gemm", nudge), problem, recipe)
+    plain = judge(got, emulate(problem, recipe), run_oracle(problem, 1.0), recipe)
+    assert {"d_gate_up", "dX", "dx"} <= {v.stage for v in plain if v.failures}
+    monkeypatch.setattr(stages, "run_backend", lambda *_: ("nudged", got))
+    _, verdicts = stages.verify_problem(problem, recipe, "nudged")
+    assert not [v for v in verdicts if v.failures and v.stage in stages.AFTER_MASKS]
+
+
 def test_a_single_wrong_bit_is_seen_but_passes():
     """The emulation column says so; the gates are about accuracy."""
     problem = make_problem(SPEC)
