@@ -11,13 +11,33 @@ from megamoe.errors import MegaMoEValueError, expected
 MAX_EXPERTS = 512
 MAX_TOP_K = 12
 
-SIGMOID_FAMILIES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa")
-"""`model_type`s whose router is DeepSeek-V3's: sigmoid scores and a correction bias."""
+MODEL_TYPES = {
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+    "glm4_moe": "deepseek_v3",
+    "glm_moe_dsa": "deepseek_v3",
+    "deepseek_v2": "deepseek_v2",
+    "deepseek_v4": "deepseek_v4",
+    "qwen3_moe": "qwen3_moe",
+}
+"""`model_type` of a Hugging Face config -> whose router it has."""
+
+FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v4", "qwen3_moe", "gpt_oss")
+"""Routers, as `megamoe.router_families` defines them."""
+
+_ONLY: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "deepseek_v4": {"scoring_func": "sqrtsoftplus", "norm_topk_prob": True},
+    "qwen3_moe": {},
+}
+"""The one value of a field that is understood, by family."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """One MoE layer with a DeepSeek-V3 router. Hashable.
+    """One MoE layer and its router. Hashable.
 
     Args:
         hidden_size: H.
@@ -31,6 +51,8 @@ class MoEConfig:
         num_shared_experts: experts every token passes, fused into one of size `num_shared_experts * I`; 0: none.
         clamp: limit of the gated activation of all experts, None: none.
         initializer_range: standard deviation of fresh weights.
+        family: whose router it is, one of `FAMILIES`.
+        hash_vocab_size: vocabulary of a hash layer (DeepSeek-V4), which looks experts up by token id; 0: by score.
 
     Raises:
         MegaMoEValueError: naming every field outside these ranges.
@@ -47,6 +69,8 @@ class MoEConfig:
     num_shared_experts: int = 0
     clamp: float | None = None
     initializer_range: float = 0.02
+    family: str = "deepseek_v3"
+    hash_vocab_size: int = 0
 
     def __post_init__(self) -> None:
         problems = [
@@ -69,6 +93,8 @@ class MoEConfig:
                 1 <= self.topk_groups <= groups and self.topk_groups * (experts // groups) >= self.top_k,
             ),
             ("num_shared_experts", "0 or more", self.num_shared_experts >= 0),
+            ("family", f"one of {', '.join(FAMILIES)}", self.family in FAMILIES),
+            ("hash_vocab_size", "0 or more", self.hash_vocab_size >= 0),
             ("clamp", "a positive finite limit or None", self.clamp is None or 0 < self.clamp < float("inf")),
         ]
 
@@ -79,44 +105,50 @@ class MoEConfig:
 
     @classmethod
     def from_hf(cls, config: Any) -> MoEConfig:
-        """Read a Hugging Face config of the DeepSeek-V3 kind.
+        """Read a Hugging Face config.
 
         Args:
             config: a `transformers` config object, or the contents of config.json as a mapping; `model_type` one of
-                `SIGMOID_FAMILIES`.
+                `MODEL_TYPES`.
 
         Returns:
-            The configuration of its MoE layers.
+            The configuration of its MoE layers. Of DeepSeek-V4 those that route by scores; its hash layers have
+            `hash_vocab_size` besides.
 
         Raises:
-            MegaMoEValueError: another family, another activation or scoring function, or a field is missing.
+            MegaMoEValueError: another model, another activation, scoring or normalisation, or a field is missing.
         """
         get = _reader(config)
-        family = get("model_type", None)
-        if family not in SIGMOID_FAMILIES:
+        model_type = get("model_type", None)
+        family = MODEL_TYPES.get(model_type)
+        if family is None:
             raise MegaMoEValueError(
                 expected(
                     "config.model_type",
-                    f"one of {', '.join(SIGMOID_FAMILIES)}",
-                    repr(family),
-                    "Build a MoEConfig from its fields if the router is DeepSeek-V3's.",
+                    f"one of {', '.join(MODEL_TYPES)}",
+                    repr(model_type),
+                    "Build a MoEConfig from its fields if its router is one of these models'.",
                 )
             )
-        for name, only in (("scoring_func", "sigmoid"), ("hidden_act", "silu"), ("topk_method", "noaux_tc")):
+        for name, only in {"hidden_act": "silu", **_ONLY[family]}.items():
             if get(name, only) not in (only, None):
                 raise MegaMoEValueError(expected(f"config.{name}", repr(only), repr(get(name, only))))
+        names = ("n_routed_experts", "num_experts", "num_local_experts")
+        num_experts = next((name for name in names if get(name, None) is not None), names[0])
+        has_groups = family == "deepseek_v3" or get("topk_method", None) == "group_limited_greedy"
         return cls(
             hidden_size=get("hidden_size"),
             intermediate_size=get("moe_intermediate_size"),
-            num_experts=get("n_routed_experts"),
+            num_experts=get(num_experts),
             top_k=get("num_experts_per_tok"),
-            num_groups=get("n_group", None) or 1,
-            topk_groups=get("topk_group", None) or 1,
-            norm_topk=bool(get("norm_topk_prob", True)),
+            num_groups=has_groups and get("n_group", None) or 1,
+            topk_groups=has_groups and get("topk_group", None) or 1,
+            norm_topk=family != "deepseek_v2" and bool(get("norm_topk_prob", family != "qwen3_moe")),
             routed_scaling_factor=float(get("routed_scaling_factor", 1.0)),
             num_shared_experts=get("n_shared_experts", None) or 0,
             clamp=get("swiglu_limit", None),
             initializer_range=float(get("initializer_range", 0.02)),
+            family=family,
         )
 
 

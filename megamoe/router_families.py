@@ -7,8 +7,7 @@ logits, also with ids that are given: replayed from another run, or looked up by
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -147,53 +146,6 @@ def hash_ids(token_ids: torch.Tensor, tid2eid: torch.Tensor) -> torch.Tensor:
     if tid2eid.dim() != 2:
         raise MegaMoEValueError(expected("tid2eid", "[vocabulary, K]", f"shape {tuple(tid2eid.shape)}"))
     return tid2eid[token_ids.reshape(-1).long()].long()
-
-
-def config_from_hf(config: Any) -> tuple[MoEConfig, str]:
-    """Shape and family of a Hugging Face config of any supported family.
-
-    Args:
-        config: a `transformers` config or the contents of config.json, of DeepSeek-V2, V3, V4, GLM-4.5, GLM-5, Kimi-K2
-            or Qwen3-MoE.
-
-    Returns:
-        (MoEConfig, name in ROUTER_FAMILIES).
-
-    Raises:
-        MegaMoEValueError: another family, or one of these with another scoring function or normalisation.
-    """
-
-    def get(name: str, default: Any = None) -> Any:
-        return config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
-
-    def only(name: str, value: Any) -> None:
-        if get(name, value) != value:
-            raise MegaMoEValueError(expected(f"config.{name}", f"{value!r} in {model_type}", repr(get(name))))
-
-    model_type = get("model_type")
-    if model_type not in ("qwen3_moe", "deepseek_v2", "deepseek_v4"):
-        return MoEConfig.from_hf(config), "deepseek_v3"
-    sizes = {
-        "hidden_size": get("hidden_size"),
-        "intermediate_size": get("moe_intermediate_size"),
-        "num_experts": get("num_experts") or get("num_local_experts") or get("n_routed_experts"),
-        "top_k": get("num_experts_per_tok"),
-        "num_shared_experts": get("n_shared_experts") or 0,
-    }
-    missing = [name for name, value in sizes.items() if value is None]
-    if missing:
-        raise MegaMoEValueError(expected("config", f"the sizes of a {model_type} layer", f"none of {missing}"))
-    if model_type == "qwen3_moe":
-        return MoEConfig(**sizes, norm_topk=bool(get("norm_topk_prob", False))), model_type
-    factor = float(get("routed_scaling_factor", 1.0))
-    if model_type == "deepseek_v4":
-        only("scoring_func", "sqrtsoftplus")
-        return MoEConfig(**sizes, routed_scaling_factor=factor, clamp=get("swiglu_limit")), model_type
-    only("norm_topk_prob", False)
-    groups = {}
-    if get("topk_method", "greedy") == "group_limited_greedy":
-        groups = {"num_groups": get("n_group"), "topk_groups": get("topk_group")}
-    return MoEConfig(**sizes, **groups, norm_topk=False, routed_scaling_factor=factor), model_type
 
 
 def _family(family: str | RouterFamily) -> RouterFamily:

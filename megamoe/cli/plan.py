@@ -10,7 +10,6 @@ from typing import get_args
 from megamoe.config import MoEConfig
 from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
 from megamoe.memory_plan import MemoryPlan, PlanOptions, SaveMode, memory_plan
-from megamoe.router_families import config_from_hf
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +42,7 @@ def plan_of(args: argparse.Namespace) -> MemoryPlan:
             ) from error
         if not isinstance(content, dict):
             raise MegaMoEValueError(expected("--config", "a JSON object", type(content).__name__))
-        config, _ = config_from_hf(content)
+        config = MoEConfig.from_hf(content)
     else:
         sizes = (args.hidden, args.intermediate, args.experts, args.top_k)
         config = MoEConfig(*sizes, num_shared_experts=args.shared)

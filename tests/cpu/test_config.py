@@ -82,7 +82,7 @@ def test_from_hf_keeps_the_clamp():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"model_type": "qwen3_moe"}, "config.model_type: expected one of deepseek_v3.*got 'qwen3_moe'"),
+        ({"model_type": "mixtral"}, "config.model_type: expected one of deepseek_v3.*got 'mixtral'"),
         ({"model_type": None}, "config.model_type"),
         ({"scoring_func": "softmax"}, "config.scoring_func: expected 'sigmoid', got 'softmax'"),
         ({"hidden_act": "gelu"}, "config.hidden_act: expected 'silu', got 'gelu'"),

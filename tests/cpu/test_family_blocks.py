@@ -20,7 +20,6 @@ from megamoe.config import MoEConfig
 from megamoe.family_router import FamilyRouter
 from megamoe.layer import MegaMoE
 from megamoe.recipe import Recipe
-from megamoe.router_families import config_from_hf
 from tests.support.toy_checkpoint import write_shards
 
 transformers = pytest.importorskip("transformers")
@@ -205,12 +204,12 @@ def theirs(block: Block, x: torch.Tensor, dout: torch.Tensor) -> Result:
 
 def ours(block: Block, folder: Path, x: torch.Tensor, dout: torch.Tensor, ranks: int, precision: str) -> Result:
     """The layer, loaded from the folder, over virtual ranks that share the tokens."""
-    config, family = config_from_hf(block.config)
+    config = MoEConfig.from_hf(block.config)
     world = LocalWorld(ranks) if ranks > 1 else None
     layer = MegaMoE.from_checkpoint(
         folder, LAYER, config=config, world=world, backend="torch", recipe=Recipe(precision, clamp=config.clamp)
     )
-    layer.router = router_of(folder, config, family)
+    layer.router = router_of(folder, config)
     x = x.clone().requires_grad_()
     ids, weights = layer.router(x, token_ids=block.token_ids)
     sizes = [T // ranks] * ranks
@@ -225,10 +224,10 @@ def ours(block: Block, folder: Path, x: torch.Tensor, dout: torch.Tensor, ranks:
     )
 
 
-def router_of(folder: Path, config: MoEConfig, family: str) -> FamilyRouter:
+def router_of(folder: Path, config: MoEConfig) -> FamilyRouter:
     stored = load_moe_layer(folder, LAYER)
     table = stored.tid2eid
-    router = FamilyRouter(config, family, vocab_size=0 if table is None else table.shape[0])
+    router = FamilyRouter(config, config.family, vocab_size=0 if table is None else table.shape[0])
     router.weight.data.copy_(stored.router_weight)
     if stored.correction_bias is not None:
         router.correction_bias.copy_(stored.correction_bias)

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from megamoe.config import MoEConfig
+from megamoe.config import FAMILIES, MoEConfig
 from megamoe.errors import MegaMoETypeError, MegaMoEValueError
 from megamoe.router import route
-from megamoe.router_families import ROUTER_FAMILIES, config_from_hf, hash_ids, route_family, sqrt_softplus
+from megamoe.router_families import ROUTER_FAMILIES, hash_ids, route_family, sqrt_softplus
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,7 +105,8 @@ def test_ids_weights_and_gradients_are_those_of_transformers(case: str) -> None:
     if name == "gpt_oss":
         config, family = small(), "gpt_oss"
     else:
-        config, family = config_from_hf(hf_config)
+        config = MoEConfig.from_hf(hf_config)
+        family = config.family
     bias = getattr(router, "e_score_correction_bias", None)
     table = getattr(router, "tid2eid", None)
     our_x = x.clone().requires_grad_()
@@ -259,23 +260,34 @@ def test_refusals() -> None:
         route_family(logits, small(), "qwen3_moe", topk_ids=torch.zeros(T, 4, dtype=torch.int16))
 
 
-def test_config_from_hf_refusals() -> None:
-    with pytest.raises(MegaMoEValueError, match=r"config.norm_topk_prob: expected False in deepseek_v2, got True"):
-        config_from_hf(transformers.DeepseekV2Config(norm_topk_prob=True, num_experts_per_tok=6))
-    with pytest.raises(MegaMoEValueError, match=r"config.scoring_func: expected 'sqrtsoftplus' in deepseek_v4, got"):
-        config_from_hf(transformers.DeepseekV4Config(scoring_func="sigmoid"))
-    with pytest.raises(MegaMoEValueError, match=r"config: expected the sizes of a qwen3_moe layer, got none of \['hid"):
-        config_from_hf({"model_type": "qwen3_moe"})
-    with pytest.raises(MegaMoEValueError, match=r"config.model_type: expected one of"):
-        config_from_hf(transformers.GptOssConfig())
+def test_config_refusals() -> None:
+    with pytest.raises(MegaMoEValueError, match=r"config.norm_topk_prob: expected False, got True"):
+        MoEConfig.from_hf(transformers.DeepseekV2Config(norm_topk_prob=True, num_experts_per_tok=6))
+    with pytest.raises(MegaMoEValueError, match=r"config.scoring_func: expected 'sqrtsoftplus', got 'sigmoid'"):
+        MoEConfig.from_hf(transformers.DeepseekV4Config(scoring_func="sigmoid"))
+    with pytest.raises(MegaMoEValueError, match=r"config.n_routed_experts: expected a value, got none"):
+        MoEConfig.from_hf({"model_type": "qwen3_moe", "hidden_size": 8, "moe_intermediate_size": 8})
+    with pytest.raises(MegaMoEValueError, match=r"family: expected one of deepseek_v2, .*, got mixtral"):
+        small(family="mixtral")
+    with pytest.raises(MegaMoEValueError, match=r"hash_vocab_size: expected 0 or more, got -1"):
+        small(hash_vocab_size=-1)
+    assert set(FAMILIES) == set(ROUTER_FAMILIES)
 
 
 @pytest.mark.parametrize(
-    "name", ["DeepseekV2Config", "DeepseekV3Config", "DeepseekV4Config", "Qwen3MoeConfig", "Glm4MoeConfig"]
+    ("name", "family"),
+    [
+        ("DeepseekV2Config", "deepseek_v2"),
+        ("DeepseekV3Config", "deepseek_v3"),
+        ("DeepseekV4Config", "deepseek_v4"),
+        ("Qwen3MoeConfig", "qwen3_moe"),
+        ("Glm4MoeConfig", "deepseek_v3"),
+    ],
 )
-def test_config_object_and_its_json_say_the_same(name: str) -> None:
+def test_config_object_and_its_json_say_the_same(name: str, family: str) -> None:
     config = getattr(transformers, name)(num_experts_per_tok=6)
-    assert config_from_hf(config) == config_from_hf(config.to_dict())
+    assert MoEConfig.from_hf(config) == MoEConfig.from_hf(config.to_dict())
+    assert MoEConfig.from_hf(config).family == family
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
