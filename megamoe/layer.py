@@ -157,6 +157,9 @@ class MegaMoE(nn.Module):
 
     Raises:
         MegaMoEValueError: E is not a multiple of the ranks; recipe and config have different clamps.
+
+    Over a process group the gradients of router and shared expert are those of this process's tokens; reduce them over
+    the ranks like those of any parameter that all ranks hold. Those of the routed experts are complete.
     """
 
     shared: Experts | None
@@ -218,12 +221,14 @@ class MegaMoE(nn.Module):
         is_list = not isinstance(x, torch.Tensor)
         xs: list[torch.Tensor] = list(x) if is_list else [x]
         hidden = self.config.hidden_size
-        for i, value in enumerate(xs):
-            if value.dim() not in (2, 3) or value.shape[-1] != hidden:
-                name = f"x[{i}]" if is_list else "x"
-                raise MegaMoEValueError(
-                    expected(name, f"[T, {hidden}] or [B, S, {hidden}]", f"shape {tuple(value.shape)}")
-                )
+        wrong = [
+            expected(f"x[{i}]" if is_list else "x", f"[T, {hidden}] or [B, S, {hidden}]", f"shape {tuple(value.shape)}")
+            for i, value in enumerate(xs)
+            if value.dim() not in (2, 3) or value.shape[-1] != hidden
+        ]
+        if wrong or not xs:
+            error = MegaMoEValueError("\n".join(wrong) or expected("x", "one tensor for each rank", "none"))
+            self.experts.context.report(error, self.experts.w13.device)
         device_type = xs[0].device.type
         is_autocast = torch.is_autocast_enabled(device_type)
         dtypes = [torch.get_autocast_dtype(device_type) if is_autocast else value.dtype for value in xs]

@@ -135,6 +135,11 @@ def test_refuses_other_shapes(shape):
         MegaMoE(CONFIG)(torch.zeros(shape))
 
 
+def test_refuses_an_empty_list():
+    with pytest.raises(MegaMoEValueError, match="x: expected one tensor for each rank, got none"):
+        MegaMoE(CONFIG, world=LocalWorld(2))([])
+
+
 def test_no_tokens():
     layer = MegaMoE(CONFIG)
     got = step(layer, tokens((2, 0, 128)))
