@@ -22,7 +22,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test slow lint format clean
+.PHONY: demo test slow lint format tables clean
 
 demo: $(READY)
 	$(PY) examples/demo.py $(DEMO_ARGS)
@@ -41,6 +41,9 @@ lint: $(READY)
 format: $(READY)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+tables: $(READY)
+	$(PY) -m benchmarks.tables
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
