@@ -54,6 +54,7 @@ class Binary:
     seconds: float
 
 
+HOST_ONLY = ("launch.py", "compile.py", "sass.py", "weights.py")  # shape no kernel
 FAMILIES = ("wgrad",)  # files that begin with one of these belong to kernels of that name only
 
 
@@ -63,7 +64,7 @@ def source_hash(name: str) -> str:
     others = tuple(f for f in FAMILIES if not name.startswith(f))
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
-        if not path.name.startswith(others):
+        if path.name not in HOST_ONLY and not path.name.startswith(others):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

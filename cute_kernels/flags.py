@@ -29,6 +29,19 @@ def add_release(address: Int64, value, scope: str) -> None:
     cute.arch.red(int_at(address), Int32(value), op="add", dtype=Int32, sem="release", scope=scope)
 
 
+def add_relaxed(address: Int64, value, scope: str) -> None:
+    """Adds without ordering of its own: behind a `fence` of the same scope it releases like add_release."""
+    cute.arch.red(int_at(address), Int32(value), op="add", dtype=Int32, sem="relaxed", scope=scope)
+
+
+def fence(scope: str) -> None:
+    """Orders this thread's accesses so far, and those of threads it has synchronised with, before its later ones."""
+    if scope == "gpu":
+        cute.arch.fence_acq_rel_gpu()
+    else:
+        cute.arch.fence_acq_rel_sys()
+
+
 def add_fetch(address: Int64, value) -> Int32:
     """Adds and returns the value before, without ordering: for claims."""
     return cute.arch.atomic_add(int_at(address), Int32(value), sem="relaxed", scope="gpu")

@@ -31,7 +31,7 @@ class FusedForward:
         ring [entries]         loader -> math -> courier: row, column tile and kind of a tile, its 128 words for the
                                epilogue; covered by `full` of its first k-block; ended (8 warps) / free (courier)
         todo                   scheduler -> loader: ready (1) / taken (1)
-        landed [slots]         pull, from bulk loads to bulk stores (1 + bytes)
+        landed [2]             pull, from bulk loads to bulk stores (lanes with a buffer + bytes)
 
     Flags in global memory (writer -> reader, scope); n: number of the call; the two sets are used alternately, each
     zeroed by the call in between:
@@ -39,7 +39,7 @@ class FusedForward:
         COUNTED [n & 1]        every CTA: its counts are written -> every CTA of the rank (gpu), num_ctas
         PLACED [n & 1]         every CTA: its tokens and slots are written -> the last one of them (sys)
         header [src][n & 1]    that last CTA, to all ranks: this rank's inputs are in place -> every CTA (sys), n
-        arrive [n & 1][block]  pulling warps, +1 a row -> schedulers of the block's GEMM-1 tiles (gpu), 128
+        arrive [n & 1][block]  pulling warps, +1 a piece of a row -> schedulers of GEMM-1 tiles (gpu), 128 * pieces
         done [n & 1][block]    couriers, +1 a GEMM-1 tile -> schedulers of the block's GEMM-2 tiles (gpu), n1
         HOME [n & 1]           couriers of all ranks, their last row is stored -> combine (sys), R * num_ctas
         CLAIM [n & 1]          schedulers' next tile (relaxed)
@@ -96,7 +96,9 @@ class FusedForward:
         """x [T, H] bf16; ids [T * K] i32, or i64 as pairs of words; weights [T * K] f32; out [T, H] bf16.
 
         Weights in kernel order: w13 [E_l * 2I, H], w2 [E_l * 256 * n2, I] e4m3; s13 [E_l, k1, n1, 4] and
-        s2 [E_l, k2, n2, 4] f32. peers [R] i64: addresses of the blobs. Of this rank only: pool [P, H], h [P, I] e4m3; pool_s [H / 128, P],
+        s2 [E_l, k2, n2, 4] f32. peers [R] i64: addresses of the blobs.
+
+        Of this rank only: pool [P, H], h [P, I] e4m3; pool_s [H / 128, P],
         hs [I / 128, P] f32; codes [P] i32, p [P] f32; offs [E_l + 1], counts [E_l] i32; gate_up [P, 2I] bf16 (any,
         unless saved); trace i64 (trace.num_words, or any); base: this rank's blob. timeout: in units of 1024 ns."""
         config = self.config
@@ -137,7 +139,7 @@ class FusedForward:
         class Shared:
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
-            slots: cute.struct.Align[cute.struct.MemRange[Uint8, config.pull_slots * slot_bytes], 128]
+            slots: cute.struct.Align[cute.struct.MemRange[Uint8, 2 * config.batch(problem) * slot_bytes], 128]
             sa: cute.struct.Align[cute.struct.MemRange[Float32, TILE_M * config.stages], 128]
             x: cute.struct.Align[cute.struct.MemRange[Int32, TILE_M * config.ring], 128]
             sb: cute.struct.Align[cute.struct.MemRange[Float32, 4 * config.stages], 16]
@@ -146,7 +148,7 @@ class FusedForward:
             empty: cute.struct.MemRange[Int64, config.stages]
             ended: cute.struct.MemRange[Int64, config.ring]
             free: cute.struct.MemRange[Int64, config.ring]
-            landed: cute.struct.MemRange[Int64, config.pull_slots]
+            landed: cute.struct.MemRange[Int64, 2]
             ready: cute.struct.MemRange[Int64, 1]
             taken: cute.struct.MemRange[Int64, 1]
             ring: cute.struct.MemRange[Int32, 4 * config.ring]
@@ -176,7 +178,7 @@ class FusedForward:
             y_base, peers = k.y_base, k.peers
             y_base[k.tid] = peers[k.tid] + k.layout.y
         cute.arch.sync_threads()
-        prologue.run(k)
+        rows = prologue.run(k)
         # the prologue's scratch memory is the pipeline, written next by TMA
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
@@ -185,7 +187,7 @@ class FusedForward:
             if k.warp == 0:
                 loader.loader(k, maps1, maps2)
             if k.warp == 1:
-                dispatch.pull(k)
+                dispatch.pull(k, rows)
             if k.warp == 2:
                 loader.courier(k)
             if k.warp == 3:
@@ -198,8 +200,11 @@ class FusedForward:
     def bind_arguments(self, k, tensors, sizes, places, limit):
         """This thread's place, run-time sizes, tensors."""
         k.problem, k.config, k.unroll = self.problem, self.config, self.unroll
+        k.batch, k.pieces = self.config.batch(self.problem), self.config.pieces(self.problem)
+        k.piece_blocks, k.slot_bytes = self.config.piece_blocks(self.problem), self.config.slot_bytes(self.problem)
         k.x, k.ids, k.weights, k.s13, k.s2, k.out, k.peers, k.pool, k.pool_s, k.h, k.hs = tensors[:11]
         k.codes, k.p, k.offs_g, k.counts_g, k.gate_up, k.trace = tensors[11:]
+        k.pool_base = k.pool.iterator.toint()
         k.p_words = cute.make_tensor(cute.recast_ptr(k.p.iterator, dtype=Int32), k.p.layout)
         k.base, k.rank, k.top_k, k.num_experts, k.num_ctas, timeout = sizes
         k.layout = ws.Layout(*places)
@@ -256,8 +261,8 @@ class FusedForward:
             for s in range_constexpr(config.ring):
                 cute.arch.mbarrier_init(k.ended + s, 8)
                 cute.arch.mbarrier_init(k.free + s, 1)
-            for s in range_constexpr(config.pull_slots):
-                cute.arch.mbarrier_init(k.landed + s, 1)
+            for s in range_constexpr(2):
+                cute.arch.mbarrier_init(k.landed + s, k.batch)
             cute.arch.mbarrier_init(k.ready, 1)
             cute.arch.mbarrier_init(k.taken, 1)
         cute.arch.mbarrier_init_fence()

@@ -8,6 +8,7 @@
 Several virtual ranks on one GPU are `LocalWorld(...).workspaces`, and lists of that length.
 """
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class Workspace:
             hidden, max_tokens, top_k, num_experts, num_ranks, num_ctas, self.capacity_rows // 128
         )
         self.blob = torch.empty(int(self.layout.size), dtype=torch.uint8, device=self.device)
-        self.blob[: self.layout.slots].zero_()
+        self.blob[: self.layout.order].zero_()
         self.peers: torch.Tensor | None = None
         self._scratch: dict[int, Buffers] = {}
         if num_ranks == 1:
@@ -190,7 +191,7 @@ class Workspace:
 
     def reset(self) -> None:
         """After an error: zeroes flags, headers and counters. Of all ranks, while no launch runs."""
-        self.blob[: self.layout.slots].zero_()
+        self.blob[: self.layout.order].zero_()
 
     def close(self) -> None:
         """Gives the memory back. Nothing may run on it any more, on any rank."""
@@ -327,30 +328,12 @@ def fused_forward(
         buffers = workspace.buffers(intermediate, True) if save else workspace.scratch(intermediate)
         if plans is not None:
             given = plans[r]
-            buffers = Buffers(
-                buffers.pool,
-                buffers.pool_s,
-                buffers.h,
-                buffers.hs,
-                given.codes,
-                given.p,
-                given.offs,
-                given.counts,
-                buffers.gate_up,
-            )
+            buffers = dataclasses.replace(buffers, codes=given.codes, p=given.p, offs=given.offs, counts=given.counts)
         x = xs[r].contiguous()
         out = torch.empty_like(x) if outs is None else outs[r]
-        ids = topk_ids[r].contiguous().view(-1).view(torch.int32)
-        w = weights[r]
-        b = buffers
-        calls.append((
-            x, ids, topk_weights[r].contiguous().view(-1),
-            w.w13.view(-1, w.w13.shape[2]), w.s13, w.w2.view(-1, intermediate), w.s2, out, workspace.peers,
-            b.pool, b.pool_s, b.h, b.hs, b.codes, b.p, b.offs, b.counts, b.gate_up,
-            workspace.peers if traces is None else traces[r],
-            workspace.rank, workspace.top_k, workspace.num_experts, workspace.max_tokens, workspace.num_ctas,
-            int(timeout_s * 1e9) // 1024, float(clamp or 0.0),
-        ))  # fmt: skip
+        tensors = kernel_tensors(workspace, buffers, weights[r], x, topk_ids[r], topk_weights[r], out)
+        tensors.append(workspace.peers if traces is None else traces[r])
+        calls.append((*tensors, *kernel_sizes(workspace, timeout_s), float(clamp or 0.0)))
         results.append(ForwardResult(out, buffers))
     if streams is None or len(workspaces) == 1:
         for call in calls:
@@ -365,6 +348,30 @@ def fused_forward(
     for stream in streams:
         current.wait_stream(stream)
     return results
+
+
+def kernel_tensors(
+    workspace: Workspace,
+    buffers: Buffers,
+    weights: KernelWeights,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The tensors of FusedForward.__call__ in its order, less the trace."""
+    w, b = weights, buffers
+    ids = topk_ids.contiguous().view(-1).view(torch.int32)
+    flat13, flat2 = w.w13.view(-1, w.w13.shape[2]), w.w2.view(-1, w.w2.shape[2])
+    inputs = [x, ids, topk_weights.contiguous().view(-1), flat13, w.s13, flat2, w.s2, out, workspace.peers]
+    return [*inputs, b.pool, b.pool_s, b.h, b.hs, b.codes, b.p, b.offs, b.counts, b.gate_up]
+
+
+def kernel_sizes(workspace: Workspace, timeout_s: float) -> list[int]:
+    """The integers of FusedForward.__call__ in its order."""
+    w = workspace
+    sizes = [w.rank, w.top_k, w.num_experts, w.max_tokens, w.num_ctas]
+    return [w.blob.data_ptr(), *sizes, int(timeout_s * 1e9) // 1024]
 
 
 def why_not(

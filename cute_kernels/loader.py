@@ -39,8 +39,9 @@ def scheduler(k):
         ok = Int32(1)
         since = trace.begin(k)
         if phase == schedule.GEMM1:
-            # writers: the pulling warps of all CTAs, 128 rows
-            ok = flags.wait_for(k.watch, arrive + Int64(block) * 4, Int32(TILE_M), "gpu", flags.IN_ARRIVE, block)
+            # writers: the pulling warps of all CTAs, and their prologues for padding rows
+            rows = Int32(TILE_M * k.pieces)
+            ok = flags.wait_for(k.watch, arrive + Int64(block) * 4, rows, "gpu", flags.IN_ARRIVE, block)
         else:
             # writers: the couriers, one count for each of the block's GEMM-1 tiles
             ok = flags.wait_for(k.watch, done + Int64(block) * 4, Int32(problem.n1), "gpu", flags.IN_DONE, block)

@@ -6,7 +6,7 @@
     sort                            -> slots[position] = (token * K + k, weight)
     PLACED (grid); its last CTA sends the header to all ranks
     wait for the headers of all ranks
-    segments of this rank's experts -> offs (shared memory); code and weight of the rows that this CTA will pull
+    segments of this rank's experts -> offs (shared memory); code and weight of each row, this CTA's rows to pull
 
 Order of the slot list: global expert, token, k. Nothing depends on who came first: positions are sums of counts.
 The scratch memory is the (still unused) pipeline.
@@ -21,13 +21,14 @@ from cute_kernels.schedule import find_expert, smaller
 from cute_kernels.tile_config import BLOCK, THREADS, WARPS
 
 CODE_BITS = 27  # a row code is rank << 27 | token * K + k; -1: padding
+NO_ROW = 0x7FFFFF00  # beyond any
 LOADS_IN_FLIGHT = 4  # 16-byte loads in flight of a thread that quantises
 
 
 @cute.jit
 def run(k):
-    """The whole prologue. Leaves the sum of aligned rows in k.offs[k.num_local] and returns 1, or 0 if the call is over
-    (then the table says that there are no rows)."""
+    """The whole prologue. Leaves the segments in k.offs and returns how many real rows this rank has: none if the call
+    is over already."""
     ok = Int32(1)
     clear_counters(k)
     since = trace.begin(k)
@@ -35,7 +36,7 @@ def run(k):
         quantize_tokens(k)
         announce(k)
         ok = await_headers(k)
-        load_offsets(k, ok)
+        given_segments(k, ok)
     else:
         histogram = memory.smem_tensor(k.scratch, Int32, (k.num_experts, WARPS))
         below = memory.smem_tensor(k.scratch + k.num_experts * (WARPS * 4), Int32, (k.num_experts,))
@@ -53,9 +54,9 @@ def run(k):
             ok = await_headers(k)
             since = stamp(k, trace.WAIT_HEADERS, since)
         ok = make_segments(k, ok)
-        make_codes(k)
-        stamp(k, trace.PLAN, since)
-    return ok
+    rows = order_rows(k)
+    stamp(k, trace.PLAN, since)
+    return rows
 
 
 @cute.jit
@@ -319,29 +320,44 @@ def await_headers(k):
 
 
 @cute.jit
-def load_offsets(k, ok: Int32):
-    """With the plan given: segments from the caller."""
+def owner_tables(k):
+    """Tables of the owner's part in scratch memory: first[e, r], where rank r's list holds the slots of expert e;
+    need[e], rows of all ranks' segments; starts[e], real rows of this rank before its expert e."""
+    experts = k.num_experts + 1
+    first = memory.smem_tensor(k.scratch, Int32, (experts, k.num_ranks))
+    need = memory.smem_tensor(k.scratch + experts * k.num_ranks * 4, Int32, (experts,))
+    starts = memory.smem_tensor(k.scratch + experts * (k.num_ranks + 1) * 4, Int32, (k.problem.expert_table + 1,))
+    return first, need, starts
+
+
+@cute.jit
+def given_segments(k, ok: Int32):
+    """With the plan given: segments (k.offs in shared memory, starts in scratch) from the caller's offs and counts."""
     offs = k.offs
+    _, _, starts = owner_tables(k)
+    e = k.tid
+    while e < k.num_local:
+        starts[e] = Int32(k.counts_g[e]) * ok
+        e += THREADS
+    cute.arch.sync_threads()
+    scan(k, starts, k.num_local)
     e = k.tid
     while e <= k.problem.expert_table:
-        row = Int32(0x7FFFFF00)
+        offs[e] = Int32(NO_ROW)
         if e <= k.num_local:
-            row = Int32(k.offs_g[e])
-            if ok == 0:
-                row = Int32(0)
-        offs[e] = row
+            offs[e] = Int32(k.offs_g[e]) * ok
+        else:
+            starts[e] = Int32(NO_ROW)
         e += THREADS
     cute.arch.sync_threads()
 
 
 @cute.jit
 def make_segments(k, ok: Int32):
-    """offs (shared memory, and the caller's tensor): first row of each local expert, from the headers of all ranks.
-    first[r, e] in scratch: where rank r's list holds the slots of expert e."""
+    """offs (shared memory, and the caller's tensor): first row of each local expert, from the headers of all ranks."""
     offs, offs_g, counts_g = k.offs, k.offs_g, k.counts_g
+    first, need, starts = owner_tables(k)
     experts = k.num_experts + 1
-    first = memory.smem_tensor(k.scratch, Int32, (experts, k.num_ranks))
-    need = memory.smem_tensor(k.scratch + experts * k.num_ranks * 4, Int32, (experts,))
     ints = ws.header_ints(k.num_experts)
     i = k.tid
     while i < experts * k.num_ranks:
@@ -358,8 +374,11 @@ def make_segments(k, ok: Int32):
             rows += first[e + 1, r] - first[e, r]
             r += 1
         need[e] = (rows + 127) // 128 * 128
-        if (k.cta == 0) & (e // k.num_local == k.rank):
-            counts_g[e - k.rank * k.num_local] = rows
+        local = e - k.rank * k.num_local
+        if (local >= 0) & (local < k.num_local):
+            starts[local] = rows * ok
+            if k.cta == 0:
+                counts_g[local] = rows
         e += THREADS
     cute.arch.sync_threads()
     scan(k, need, k.num_experts)
@@ -376,46 +395,117 @@ def make_segments(k, ok: Int32):
             r += 1
     e = k.tid
     while e <= k.problem.expert_table:
-        row = Int32(0x7FFFFF00)
+        row = Int32(NO_ROW)
         if e <= k.num_local:
-            row = need[k.rank * k.num_local + e] - need[k.rank * k.num_local]
-            if ok == 0:
-                row = Int32(0)
+            row = (need[k.rank * k.num_local + e] - need[k.rank * k.num_local]) * ok
             if k.cta == 0:
                 offs_g[e] = row
+        else:
+            starts[e] = Int32(NO_ROW)
+        if ok == 0:
+            if e < k.num_local:
+                starts[e] = Int32(0)
         offs[e] = row
         e += THREADS
+    cute.arch.sync_threads()
+    scan(k, starts, k.num_local)
     cute.arch.sync_threads()
     return ok
 
 
 @cute.jit
-def make_codes(k):
-    """code and weight of each row that this CTA will pull: rank << 27 | slot and p; -1 and 0 in padding."""
+def order_rows(k):
+    """The list of what this CTA pulls: of the rank's real rows, in pool order, every num_ctas-th one, as (row, code);
+    and each row's code and weight. Returns how many there are."""
     codes, p_g = k.codes, k.p
-    experts = k.num_experts + 1
-    first = memory.smem_tensor(k.scratch, Int32, (experts, k.num_ranks))
+    first, _, starts = owner_tables(k)
     peers = k.peers
-    rows = Int32(k.offs[k.num_local])
-    row = k.cta + k.tid * k.num_ctas
-    while row < rows:
-        e = find_expert(k.offs, row, k.problem.expert_table)
-        i = row - k.offs[e]
-        e += k.rank * k.num_local
-        code, p = Int32(-1), Float32(0.0)
-        r = Int32(0)
-        while r < k.num_ranks:
-            n = first[e + 1, r] - first[e, r]
-            if (i >= 0) & (i < n):
-                # of a peer, written before its header, which this CTA has acquired
-                entry = peers[r] + k.layout.slots + Int64(first[e, r] + i) * 8
-                code = flags.load_cg(entry) | (r << CODE_BITS)
-                p = Float32(cute.arch.load(memory.float_at(entry + 4), Float32, cop="cg"))
-            i -= n
-            r += 1
-        codes[row] = code
-        p_g[row] = p
-        row += k.num_ctas * THREADS
+    rows = Int32(starts[k.num_local])
+    i = k.cta + k.tid * k.num_ctas
+    while i < rows:
+        e = find_expert(starts, i, k.problem.expert_table)
+        at = i - starts[e]
+        row = k.offs[e] + at
+        code = Int32(-1)
+        if const_expr(k.problem.plan_given):
+            code = Int32(codes[row])
+        else:
+            e += k.rank * k.num_local
+            p = Float32(0.0)
+            r = Int32(0)
+            while r < k.num_ranks:
+                n = first[e + 1, r] - first[e, r]
+                if (at >= 0) & (at < n):
+                    # of a peer, written before its header, which this CTA has acquired
+                    entry = peers[r] + k.layout.slots + Int64(first[e, r] + at) * 8
+                    code = flags.load_cg(entry) | (r << CODE_BITS)
+                    p = Float32(cute.arch.load(memory.float_at(entry + 4), Float32, cop="cg"))
+                at -= n
+                r += 1
+            codes[row] = code
+            p_g[row] = p
+        item = k.base + k.layout.order + Int64(i) * 8
+        cute.arch.store(flags.int_at(item), row)
+        cute.arch.store(flags.int_at(item + 4), code)
+        i += k.num_ctas * THREADS
+    fill_padding(k, starts)
     # the loader brings codes and weights with bulk copies; the rows' arrival counters release them
     cute.arch.fence_proxy("async.global")
     cute.arch.sync_threads()
+    return rows
+
+
+@cute.jit
+def fill_padding(k, starts):
+    """Padding rows (of a segment's last block; row % num_ctas says whose they are): code -1, weight 0, where a backward
+    will read the pool also zeros; then they have arrived. A warp takes an expert at a time."""
+    codes, p_g = k.codes, k.p
+    e = k.warp
+    while e < k.num_local:
+        row = first_padding(k, starts, e)
+        while row < k.offs[e + 1]:
+            if const_expr(not k.problem.plan_given):
+                if k.lane == 0:
+                    codes[row] = Int32(-1)
+                    p_g[row] = Float32(0.0)
+            if const_expr(k.problem.save):
+                zero_row(k, row)
+            row += k.num_ctas
+        e += WARPS
+    cute.arch.fence_proxy("async.global")
+    cute.arch.sync_warp()
+    # orders the warp's stores above before its lanes' adds: reader, the schedulers of GEMM-1 tiles of the block
+    flags.fence("gpu")
+    arrive = k.base + k.layout.arrive + Int64(k.parity * k.max_blocks) * 4
+    e = k.warp + WARPS * k.lane
+    while e < k.num_local:
+        row = first_padding(k, starts, e)
+        while row < k.offs[e + 1]:
+            flags.add_relaxed(arrive + Int64(row // 128) * 4, k.pieces, "gpu")
+            row += k.num_ctas
+        e += WARPS * 32
+
+
+@cute.jit
+def first_padding(k, starts, e: Int32):
+    """The first padding row of expert e that is this CTA's."""
+    row = k.offs[e] + starts[e + 1] - starts[e]
+    away = (k.cta - row) % k.num_ctas
+    if away < 0:
+        away += k.num_ctas
+    return row + away
+
+
+@cute.jit
+def zero_row(k, row: Int32):
+    zeros = cute.make_rmem_tensor(4, Int32)
+    zeros.fill(0)
+    pool, pool_s = k.pool_base, k.pool_s
+    i = k.lane
+    while i < k.problem.hidden // 16:
+        memory.store_vector(pool + Int64(row) * k.problem.hidden + i * 16, zeros)
+        i += 32
+    block = k.lane
+    while block < k.problem.k1:
+        pool_s[block, row] = Float32(0.0)
+        block += 32

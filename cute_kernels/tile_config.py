@@ -73,7 +73,8 @@ class TileConfig:
 
     Args:
         stages: depth of the TMA pipeline.
-        pull_slots: row buffers of the pulling warp, a power of two.
+        pull_batch: rows (or pieces of rows) that are pulled at once, at most 16; there are two buffers for each. 0: as
+            many as fit, at most 8.
         pull_pieces: a row is pulled in this many pieces; 0: one, or as many as shared memory asks for.
         max_unroll: at most so many k-blocks in the main loop's body: 8, 4, 2 or 1.
         group_blocks: blocks of 128 rows in a group of the schedule; 0: chosen from the tile counts.
@@ -82,7 +83,7 @@ class TileConfig:
     """
 
     stages: int = 4
-    pull_slots: int = 4
+    pull_batch: int = 0
     pull_pieces: int = 0
     max_unroll: int = 2
     group_blocks: int = 0
@@ -108,9 +109,17 @@ class TileConfig:
         if self.pull_pieces:
             return self.pull_pieces
         pieces = 1
-        while pieces < problem.k1 and self._smem_bytes(problem, pieces) > MAX_SMEM:
+        while pieces < problem.k1 and self._smem_bytes(problem, self.pull_batch or 1, pieces) > MAX_SMEM:
             pieces += 1
         return pieces
+
+    def batch(self, problem: Problem) -> int:
+        """Items pulled at once."""
+        if self.pull_batch:
+            return self.pull_batch
+        pieces = self.pieces(problem)
+        fitting = [n for n in range(1, 9) if self._smem_bytes(problem, n, pieces) <= MAX_SMEM]
+        return max(fitting, default=1)
 
     def piece_blocks(self, problem: Problem, pieces: int = 0) -> int:
         """k-blocks of a piece, a multiple of 4 unless the row is one piece."""
@@ -122,21 +131,16 @@ class TileConfig:
         blocks = self.piece_blocks(problem, pieces)
         return blocks * BLOCK + -(-blocks * 4 // 128) * 128
 
-    def _smem_bytes(self, problem: Problem, pieces: int) -> int:
+    def _smem_bytes(self, problem: Problem, batch: int, pieces: int) -> int:
         ring_words = TILE_M * self.ring + 4 * self.ring
-        barriers = 2 * self.stages + self.pull_slots + 2 * self.ring + 2
+        barriers = 2 * self.stages + 2 * self.ring + 4
         small = 4 * (problem.expert_table + 9) + 8 * MAX_RANKS + 8 * barriers + 64
-        return (
-            self.stages * self.stage_bytes()
-            + self.pull_slots * self.slot_bytes(problem, pieces)
-            + 4 * ring_words
-            + small
-            + 512
-        )
+        slots = 2 * batch * self.slot_bytes(problem, pieces)
+        return self.stages * self.stage_bytes() + slots + 4 * ring_words + small + 512
 
     def smem_bytes(self, problem: Problem) -> int:
         """Shared memory of a CTA, with room for alignment."""
-        return self._smem_bytes(problem, self.pieces(problem))
+        return self._smem_bytes(problem, self.batch(problem), self.pieces(problem))
 
     def why_not(self, problem: Problem) -> str | None:
         """Why this configuration cannot serve `problem`; None if it can."""
@@ -144,8 +148,8 @@ class TileConfig:
         for name, value in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
             if value < BLOCK or value % BLOCK:
                 reasons.append(f"{name}: expected a positive multiple of 128, got {value}")
-        if self.pull_slots not in (1, 2, 4, 8):
-            reasons.append(f"pull_slots: expected 1, 2, 4 or 8, got {self.pull_slots}")
+        if not 0 <= self.pull_batch <= 16:
+            reasons.append(f"pull_batch: expected 0 to 16, got {self.pull_batch}")
         if self.stages % 2 or self.stages < 2:
             reasons.append(f"stages: expected an even number of at least 2, got {self.stages}")
         if not reasons and self.smem_bytes(problem) > MAX_SMEM:

@@ -28,6 +28,7 @@ class Layout(NamedTuple):
     header: [R, 2, header_ints] int32, written by the sources.
     arrive, done: [2, blocks] int32 counters of blocks of 128 rows.
     counts: [num_ctas, E] int32, ids of each expert that each CTA counted.
+    order: [128 * max_blocks] of (row, code), 8 bytes: this rank's real rows in pool order.
     slots: [max_tokens * K] of (slot, weight), 8 bytes, sorted by (expert, slot).
     xq, xs: [max_tokens, H] e4m3, [max_tokens, scale_pitch] fp32.
     y: [max_tokens * K, H] bf16, where owners put their results.
@@ -37,6 +38,7 @@ class Layout(NamedTuple):
     arrive: Any
     done: Any
     counts: Any
+    order: Any
     slots: Any
     xq: Any
     xs: Any
@@ -70,12 +72,13 @@ def layout(
     arrive = _up(header + num_ranks * 2 * header_ints(num_experts) * 4)
     done = _up(arrive + 2 * max_blocks * 4)
     counts = _up(done + 2 * max_blocks * 4)
-    slots = _up(counts + num_ctas * num_experts * 4)
+    order = _up(counts + num_ctas * num_experts * 4)
+    slots = _up(order + max_blocks * 1024)
     xq = _up(slots + max_tokens * top_k * 8)
     xs = _up(xq + max_tokens * hidden)
     y = _up(xs + max_tokens * (_up(blocks, 4) * 4))
     size = _up(y + max_tokens * top_k * (hidden * 2))
-    return Layout(header, arrive, done, counts, slots, xq, xs, y, size)
+    return Layout(header, arrive, done, counts, order, slots, xq, xs, y, size)
 
 
 def capacity_rows(num_slots: int, num_local_experts: int) -> int:

@@ -1,13 +1,17 @@
 """The fused forward's machine code, compiled here without a GPU: spills, serialised wgmma, scopes of flags."""
 
+import inspect
 import re
 
 import pytest
+import torch
 
 pytest.importorskip("cutlass")
 
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
+
 from cute_kernels import compile as compile_module
-from cute_kernels import sass
+from cute_kernels import launch, sass
 from cute_kernels import workspace as ws
 from cute_kernels.forward import FusedForward, fake_arguments
 from cute_kernels.tile_config import Problem, TileConfig
@@ -19,6 +23,7 @@ TUNED = {
     "C": Problem(4096, 1024),
     "odd": Problem(384, 384, many_experts=True),
 }
+DTYPES = {BFloat16: "bfloat16", Int32: "int32", Int64: "int64", Float32: "float32", Float8E4M3FN: "float8_e4m3fn"}
 _made: dict[Problem, compile_module.Binary] = {}
 
 
@@ -60,7 +65,11 @@ def peer_scopes(ptx: str) -> list[str]:
                 wrong.append(line.strip())
         elif re.match(r"ld\.(global|shared)\S*\.[bu]64", op):
             peer.add(registers[0])
-        elif not op.startswith(("st", "ld", "red", "atom")) and len(registers) > 1 and any(r in peer for r in registers[1:]):
+        elif (
+            not op.startswith(("st", "ld", "red", "atom"))
+            and len(registers) > 1
+            and any(r in peer for r in registers[1:])
+        ):
             peer.add(registers[0])
     return wrong
 
@@ -100,6 +109,7 @@ def test_layout_regions_lie_behind_each_other(shape):
         "arrive": 2 * blocks * 4,
         "done": 2 * blocks * 4,
         "counts": ctas * experts * 4,
+        "order": blocks * 128 * 8,
         "slots": tokens * top_k * 8,
         "xq": tokens * 384,
         "xs": tokens * 16,
@@ -122,3 +132,31 @@ def test_capacity():
     assert ws.capacity_rows(0, 32) == 128
     assert ws.capacity_rows(1, 32) == 128
     assert ws.capacity_rows(65536, 32) >= 65536 + 32 * 127
+
+
+def test_launch_passes_what_the_kernel_takes():
+    """Number, order, dtypes and shapes of a launch's arguments."""
+    problem = Problem(256, 128)
+    workspace = launch.Workspace(hidden=256, num_experts=4, top_k=2, max_tokens=8, num_ctas=4, device="cpu")
+    buffers = workspace.buffers(128, save=False)
+    fp8 = torch.float8_e4m3fn
+    weights = launch.prepare_weights(
+        torch.zeros(4, 256, 256, dtype=fp8),
+        torch.ones(4, 2, 2),
+        torch.zeros(4, 256, 128, dtype=fp8),
+        torch.ones(4, 2, 1),
+    )
+    x = torch.zeros(8, 256, dtype=torch.bfloat16)
+    ids, p = torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2)
+    tensors = launch.kernel_tensors(workspace, buffers, weights, x, ids, p, torch.empty_like(x))
+    arguments = [*tensors, workspace.peers, *launch.kernel_sizes(workspace, 1.0), 0.0]
+    names = list(inspect.signature(FusedForward.__call__).parameters)[1:-1]
+    assert len(arguments) == len(names) == len(fake_arguments(problem)) - 1
+    for name, given, fake in zip(names, arguments, fake_arguments(problem)[:-1], strict=True):
+        if isinstance(given, torch.Tensor):
+            assert str(given.dtype) == f"torch.{DTYPES[fake.element_type]}", name
+            assert given.dim() == len(fake.shape), name
+            for size, wanted in zip(given.shape, fake.shape, strict=True):
+                assert not isinstance(wanted, int) or size == wanted, name
+        else:
+            assert isinstance(given, (int, float)), name

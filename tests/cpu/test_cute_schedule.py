@@ -168,7 +168,7 @@ def test_shared_memory_fits(name, many):
 
 
 def test_why_not_names_every_reason():
-    reason = TileConfig(pull_slots=3, math_registers=256).why_not(Problem(100, 2048))
-    for part in ("hidden: expected", "pull_slots: expected", "registers: warpgroups ask for"):
+    reason = TileConfig(pull_batch=17, math_registers=256).why_not(Problem(100, 2048))
+    for part in ("hidden: expected", "pull_batch: expected", "registers: warpgroups ask for"):
         assert part in reason
     assert "shared memory: needs" in TileConfig(stages=6).why_not(Problem(7168, 2048))

@@ -17,8 +17,8 @@ def test_odd_block_is_padded():
 
 
 def accumulator_columns(wave: int, quad: int, block: int, group: int) -> list[int]:
-    """Positions in a tile of the accumulators that a thread takes for 8 neighbouring columns: wgmma m64n128 gives thread
-    `quad` columns 8 j + 2 quad + b; of the wave's 128 the second 64 are of the second block."""
+    """Positions in a tile of the accumulators that a thread takes for 8 neighbouring columns: wgmma m64n128 gives
+    thread `quad` columns 8 j + 2 quad + b; of the wave's 128 the second 64 are of the second block."""
     return [128 * wave + 64 * block + 32 * group + 8 * j + 2 * quad + b for j in range(4) for b in range(2)]
 
 

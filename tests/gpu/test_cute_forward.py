@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels import launch
+from cute_kernels.tile_config import TileConfig
 from megamoe import torch_steps as steps
 from megamoe.quantize import QuantizedRows, QuantizedWeight
 from megamoe.recipe import Recipe
@@ -34,6 +35,7 @@ class Case:
     save: bool = True
     ids64: bool = False
     capacity: int | None = None
+    config: TileConfig | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -65,6 +67,9 @@ CASES = [
     Case("four ranks, all on one", tokens=(10, 0, 300, 150), experts=16, routing="one"),
     Case("wide", hidden=7168, intermediate=2048, experts=8, top_k=8, tokens=(300,), save=False),
     Case("wide, saved, two ranks", hidden=7168, intermediate=2048, experts=8, top_k=8, tokens=(100, 150)),
+    Case("pieces", hidden=1280, config=TileConfig(pull_pieces=3, pull_batch=2)),
+    Case("pieces, two ranks", hidden=1280, tokens=(90, 150), config=TileConfig(pull_pieces=2, pull_batch=1)),
+    Case("small groups", tokens=(700,), config=TileConfig(group_blocks=2, pull_batch=5)),
     Case("qwen", hidden=2048, intermediate=768, experts=16, top_k=8, tokens=(400,)),
 ]
 
@@ -128,7 +133,7 @@ class World:
 
     def poison(self) -> None:
         for w in self.world.workspaces:
-            w.blob[w.layout.slots :].fill_(0xFF)
+            w.blob[w.layout.order :].fill_(0xFF)
             for b in w._scratch.values():
                 for t in vars(b).values():
                     t.view(-1).view(torch.uint8).fill_(0xFF)
@@ -138,7 +143,8 @@ class World:
         outs = [nan_like(x) for x in xs]
         results = launch.fused_forward(
             self.world.workspaces, xs, ids, ps, self.weights, clamp=self.case.clamp, pow2_scales=self.case.pow2,
-            save=self.case.save, plans=plans, timeout_s=TIMEOUT_S, streams=self.world.streams, outs=outs,
+            save=self.case.save, plans=plans, config=self.case.config, timeout_s=TIMEOUT_S,
+            streams=self.world.streams, outs=outs,
         )  # fmt: skip
         torch.cuda.synchronize()
         errors = [e for w in self.world.workspaces if (e := w.error())]
