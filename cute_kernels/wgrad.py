@@ -5,14 +5,14 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
-from .wgrad_config import RING, STAGES, STAGING_BYTES, THREADS, TILE_M, TILE_N, WgradConfig, locate_tile
+from .wgrad_config import RING, RING_WORDS, STAGES, THREADS, TILE_M, TILE_N, WgradConfig, locate_tile
 
 WAVE_N = TILE_N // 2  # columns that are stored together, and in FP8 multiplied together
 MATH_REGS, LOADER_REGS = 240, 24
-BAR_STORE = 1  # named barriers 1 and 2: staging of each math warpgroup
-BAR_PADS = 3  # both math warpgroups: pad rows are zero
+WARP_ROWS = 16  # rows of the tile that one math warp holds
+BAR_PADS = 1  # named barrier of both math warpgroups: pad rows are zero
 ROW_BYTES = 128  # of every swizzled shared-memory row in here
 
 
@@ -24,13 +24,16 @@ class WgradGemm:
     in global memory (`wgrad_plan` zeroes it and sorts the experts); any number of CTAs, also of several kernels,
     may draw from one cursor. A number past the last task ends the CTA, as do `tasks_per_cta` tasks.
 
-    Roles   warpgroup 0, warp 0: loader: claims tasks (the next one while this one loads), fills the pipeline.
-            warpgroups 1, 2: math: 64 rows x 256 columns of the tile each, then their epilogue.
-    Pipeline full[stage]:  loader (1 arrival + TMA bytes) -> 8 math warps
-             empty[stage]: 8 math warps (1 arrival each)  -> loader
-    Ring    e, m, n, rows of a task, written by the loader before it arrives at the full barrier of the task's
-            first stage, read by the math warps behind that barrier; e = -1: no more tasks. A task without rows
-            takes one stage without data (in accumulate mode none: it is skipped).
+    Roles   warpgroup 0, warp 0: loader: fills the pipeline. Warp 1: scheduler: claims tasks and looks them up, so
+            that three dependent trips to L2 never hold up a load. Warps 2, 3 have nothing to do.
+            warpgroups 1, 2: math: 64 rows x 256 columns of the tile each, then their epilogue; from there on every
+            warp is on its own, with 16 rows, 4 KiB of staging and TMA stores of its own.
+    Stages  full[stage]:   loader (1 arrival + TMA bytes) -> 8 math warps
+            empty[stage]:  8 math warps (1 arrival each)  -> loader
+    Ring    given[slot]:   scheduler (1 arrival) -> loader, and through the full barrier of the task's first stage ->
+            math warps; taken[slot]: 8 math warps (1 arrival each) -> scheduler. A slot holds e, m, n, rows and first
+            row of a task; e = -1: no more tasks. A task without rows takes one stage without data; in accumulate
+            mode it never enters the ring.
     Scopes  The cursor is the only location that others write while this runs: relaxed, gpu. A tile's
             accumulation (fp32 by TMA reduction, bf16 by load and store) has one writer per launch; launches on
             one dW are ordered by their stream.
@@ -44,6 +47,8 @@ class WgradGemm:
         self.dtype = BFloat16 if config.precision == "bf16" else Float8E4M3FN
         self.out_dtype = Float32 if config.out_dtype == "float32" else BFloat16
         self.chunk_n = ROW_BYTES * 8 // self.out_dtype.width  # columns of one staging chunk
+        # a half is two chunks in bf16, stored together, and four in fp32, stored one after the other
+        self.store_together = 2 if self.out_dtype is BFloat16 else 1
         self.reduce = config.accumulate and self.out_dtype is Float32
         self.major = LayoutEnum.COL_MAJOR if config.precision == "bf16" else LayoutEnum.ROW_MAJOR
 
@@ -55,10 +60,10 @@ class WgradGemm:
         tile = (TILE_M, TILE_N, self.block_k)
         a_layout = sm90.make_smem_layout_a(self.major, tile, self.dtype, STAGES)
         b_layout = sm90.make_smem_layout_b(self.major, tile, self.dtype, STAGES)
-        d_layout = sm90.make_smem_layout_epi(self.out_dtype, LayoutEnum.ROW_MAJOR, (64, self.chunk_n), 4)
+        d_layout = sm90.make_smem_layout_epi(self.out_dtype, LayoutEnum.ROW_MAJOR, (WARP_ROWS, self.chunk_n), 16)
         store = cpasync.CopyReduceBulkTensorTileS2GOp() if self.reduce else cpasync.CopyBulkTensorTileS2GOp()
         tma_d, d_map = cpasync.make_tiled_tma_atom(
-            store, out, cute.slice_(d_layout, (None, None, 0)), (64, self.chunk_n)
+            store, out, cute.slice_(d_layout, (None, None, 0)), (WARP_ROWS, self.chunk_n)
         )
         num_scales = STAGES if const_expr(sa is not None) else 0
 
@@ -71,7 +76,9 @@ class WgradGemm:
             sb: cute.struct.Align[cute.struct.MemRange[Float32, 4 * num_scales], 16]
             full: cute.struct.MemRange[Int64, STAGES]
             empty: cute.struct.MemRange[Int64, STAGES]
-            ring: cute.struct.MemRange[Int32, 4 * RING]
+            given: cute.struct.MemRange[Int64, RING]
+            taken: cute.struct.MemRange[Int64, RING]
+            ring: cute.struct.MemRange[Int32, RING_WORDS * RING]
 
         self.shared = Shared
         self.kernel(tma_a, a_map, tma_b, b_map, tma_d, d_map, sa, sb, queue, out, a_layout, b_layout, d_layout).launch(
@@ -94,7 +101,8 @@ class WgradGemm:
             self.sSA = shared.sa.get_tensor(cute.make_layout((TILE_M, STAGES)))
             self.sSB = shared.sb.get_tensor(cute.make_layout((4, STAGES)))
         self.full, self.empty = shared.full.data_ptr(), shared.empty.data_ptr()
-        self.ring = shared.ring.get_tensor(cute.make_layout((4, RING)))
+        self.given, self.taken = shared.given.data_ptr(), shared.taken.data_ptr()
+        self.ring = shared.ring.get_tensor(cute.make_layout((RING_WORDS, RING)))
 
         if warp == 0:
             for descriptor in (tma_a, tma_b, tma_d):
@@ -103,26 +111,32 @@ class WgradGemm:
                 for s in cutlass.range_constexpr(STAGES):
                     cute.arch.mbarrier_init(self.full + s, 1)
                     cute.arch.mbarrier_init(self.empty + s, 8)
+                for s in cutlass.range_constexpr(RING):
+                    cute.arch.mbarrier_init(self.given + s, 1)
+                    cute.arch.mbarrier_init(self.taken + s, 8)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(LOADER_REGS)
             if warp == 0:
-                self.loader(tma_a, a_map, tma_b, b_map, sa, sb, queue)
+                self.loader(tma_a, a_map, tma_b, b_map, sa, sb)
+            if warp == 1:
+                self.scheduler(queue)
         else:
             cute.arch.setmaxregister_increase(MATH_REGS)
             self.math(tid - 128, out, tma_d, d_map)
 
     @cute.jit
-    def advance(self, stage: Int32, phase: Int32):
-        stage += 1
-        if stage == STAGES:
-            stage = Int32(0)
+    def advance(self, index: Int32, phase: Int32, size: cutlass.Constexpr):
+        """The next stage or slot of a pipeline of `size`, and the phase of its barriers."""
+        index += 1
+        if index == size:
+            index = Int32(0)
             phase = phase ^ 1
-        return stage, phase
+        return index, phase
 
-    # ---------------------------------------------------------------- loader
+    # ---------------------------------------------------------------- scheduler
 
     @cute.jit
     def claim(self, cursor: cute.Tensor, wanted):
@@ -136,79 +150,105 @@ class WgradGemm:
         return t
 
     @cute.jit
-    def loader(self, tma_a, a_map, tma_b, b_map, sa, sb, queue):
+    def scheduler(self, queue):
         offs, counts, order, cursor, tasks_per_cta = queue
-        ring = self.ring
         tiles = self.config.tiles
         total = counts.shape[0] * tiles
-        parts = self.partition(tma_a, a_map, tma_b, b_map)
-        stage, phase, slot, taken = Int32(0), Int32(0), Int32(0), Int32(1)
+        slot, phase, claimed = Int32(0), Int32(0), Int32(1)
         t = self.claim(cursor, tasks_per_cta > 0)
         while t < total:
-            rank = t // tiles
-            e = order[rank]
-            m, n = locate_tile(t - rank * tiles, self.config.m_tiles, self.config.n_tiles, cutlass.min)
+            place = t // tiles
+            e = order[place]
+            m, n = locate_tile(t - place * tiles, self.config.m_tiles, self.config.n_tiles, cutlass.min)
             rows, row = counts[e], offs[e]
-            t = self.claim(cursor, taken < tasks_per_cta)
-            taken += 1
-            has_rows = rows > 0
-            steps = (rows + self.block_k - 1) // self.block_k
-            if const_expr(not self.config.accumulate):
-                steps = cutlass.max(steps, 1)
+            if const_expr(self.config.accumulate):
+                if rows > 0:
+                    self.give(slot, phase, (e, m, n, rows, row))
+                    slot, phase = self.advance(slot, phase, RING)
+            else:
+                self.give(slot, phase, (e, m, n, rows, row))
+                slot, phase = self.advance(slot, phase, RING)
+            t = self.claim(cursor, claimed < tasks_per_cta)
+            claimed += 1
+        self.give(slot, phase, (Int32(-1), Int32(0), Int32(0), Int32(0), Int32(0)))
+
+    @cute.jit
+    def give(self, slot, phase, words):
+        ring = self.ring
+        cute.arch.mbarrier_wait(self.taken + slot, phase ^ 1)
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(RING_WORDS):
+                ring[i, slot] = words[i]
+            cute.arch.mbarrier_arrive(self.given + slot)
+
+    # ---------------------------------------------------------------- loader
+
+    @cute.jit
+    def loader(self, tma_a, a_map, tma_b, b_map, sa, sb):
+        parts = self.partition(tma_a, a_map, tma_b, b_map)
+        stage, phase, slot, given = Int32(0), Int32(0), Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(self.given, 0)
+        while self.ring[0, slot] >= 0:
+            m, n, rows, row = [self.ring[i, slot] for i in range(1, 5)]
+            steps = cutlass.max((rows + self.block_k - 1) // self.block_k, 1)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
-                if step == 0:
-                    with cute.arch.elect_one():
-                        ring[0, slot] = e
-                        ring[1, slot] = m
-                        ring[2, slot] = n
-                        ring[3, slot] = rows
-                if has_rows:
+                if rows > 0:
                     self.load(stage, step, row, m, n, parts, tma_a, tma_b, sa, sb)
                 else:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(self.full + stage)
-                stage, phase = self.advance(stage, phase)
-            if steps > 0:
-                slot = (slot + 1) % RING
+                stage, phase = self.advance(stage, phase, STAGES)
+            slot, given = self.advance(slot, given, RING)
+            cute.arch.mbarrier_wait(self.given + slot, given)
         cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
         with cute.arch.elect_one():
-            ring[0, slot] = Int32(-1)
             cute.arch.mbarrier_arrive(self.full + stage)
+
+    # ---------------------------------------------------------------- math
+
+    @cute.jit
+    def take(self, slot, lane):
+        """The task in a slot, behind the full barrier of its first stage: (e, m, n) and its rows; frees the slot."""
+        task, rows = tuple(self.ring[i, slot] for i in range(3)), self.ring[3, slot]
+        if lane == 0:
+            cute.arch.mbarrier_arrive(self.taken + slot)
+        return task, rows
 
     # ---------------------------------------------------------------- epilogue
 
     @cute.jit
-    def store_half(self, w: cutlass.Constexpr, acc, first: cutlass.Constexpr, task, tid, wg, out, tma_d, d_map):
-        """Stores this warpgroup's 64 rows of columns 128 w .. 128 w + 127, which are acc[first ..]: registers to a
-        swizzled chunk in shared memory, TMA from there, two chunks in turn."""
+    def store_half(self, w: cutlass.Constexpr, acc, first: cutlass.Constexpr, task, tid, out, tma_d, d_map):
+        """Stores this warp's 16 rows of columns 128 w .. 128 w + 127, which are acc[first ..]: registers to swizzled
+        chunks in its own shared memory, TMA from there. No warp waits for another."""
         e, m, n = task
+        warp = cute.arch.make_warp_uniform(tid // 32)
         if n * TILE_N + w * WAVE_N < self.config.N:
-            row = (e * self.config.M + m * TILE_M) // 64 + wg
+            row = (e * self.config.M + m * TILE_M) // WARP_ROWS + warp
             column = (n * TILE_N + w * WAVE_N) // self.chunk_n
-            gD = cute.group_modes(cute.local_tile(d_map, (64, self.chunk_n), (None, None)), 0, 2)
+            gD = cute.group_modes(cute.local_tile(d_map, (WARP_ROWS, self.chunk_n), (None, None)), 0, 2)
             tDsD, tDgD = cpasync.tma_partition(tma_d, 0, cute.make_layout(1), cute.group_modes(self.sD, 0, 2), gD)
-            for c in cutlass.range_constexpr(WAVE_N // self.chunk_n):
-                values = [acc[first + c * (self.chunk_n // 2) + i] for i in range(self.chunk_n // 2)]
-                if const_expr(self.config.accumulate and not self.reduce):
-                    values = self.add_old(values, row * 64, (column + c) * self.chunk_n, tid, out)
-                if tid % 128 // 32 == 0:
-                    # the TMA store that last read this chunk has done so; it was issued by this warp
-                    cute.arch.cp_async_bulk_wait_group(1, read=True)
-                cute.arch.barrier(barrier_id=BAR_STORE + wg, number_of_threads=128)
-                self.stage_chunk(values, c % 2, tid, wg)
-                # generic writes of 128 threads -> TMA (async proxy) of warp 0, ordered by the barrier
+            for c in cutlass.range_constexpr(0, WAVE_N // self.chunk_n, self.store_together):
+                # the TMA store that last read these chunks has done so; the lane that issued it waits
+                cute.arch.cp_async_bulk_wait_group(2 // self.store_together - 1, read=True)
+                cute.arch.sync_warp()
+                for i in cutlass.range_constexpr(c, c + self.store_together):
+                    values = [acc[first + i * (self.chunk_n // 2) + j] for j in range(self.chunk_n // 2)]
+                    if const_expr(self.config.accumulate and not self.reduce):
+                        values = self.add_old(values, row * WARP_ROWS, (column + i) * self.chunk_n, tid, out)
+                    self.stage_chunk(values, i % 2, tid)
+                # generic writes of 32 lanes -> TMA (async proxy) of the elected one, ordered by the barrier
                 cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=BAR_STORE + wg, number_of_threads=128)
-                if tid % 128 // 32 == 0:
-                    cute.copy(tma_d, tDsD[None, wg * 2 + c % 2], tDgD[None, row, column + c])
-                    cute.arch.cp_async_bulk_commit_group()
+                cute.arch.sync_warp()
+                for i in cutlass.range_constexpr(c, c + self.store_together):
+                    cute.copy(tma_d, tDsD[None, warp * 2 + i % 2], tDgD[None, row, column + i])
+                cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def stage_chunk(self, values, buffer: cutlass.Constexpr, tid, wg):
+    def stage_chunk(self, values, buffer: cutlass.Constexpr, tid):
         """values: of 8-column block j, rows lane // 4 and 8 below: values[4 j + 2 half + b]."""
-        lane, warp = tid % 32, tid // 32 % 4
-        base = self.sD.iterator.toint() + wg * STAGING_BYTES + buffer * (STAGING_BYTES // 2) + warp * 16 * ROW_BYTES
+        lane = tid % 32
+        base = self.sD.iterator.toint() + (tid // 32 * 2 + buffer) * (WARP_ROWS * ROW_BYTES)
         if const_expr(self.out_dtype is BFloat16):
             # lane l addresses row l % 16, 16-byte column l // 16 of two neighbouring blocks
             sub = lane % 16
@@ -236,8 +276,8 @@ class WgradGemm:
     @cute.jit
     def add_old(self, values, row, column, tid, out):
         """Adds what the output holds, in fp32: bf16 is rounded once, after the sum."""
-        lane, warp = tid % 32, tid // 32 % 4
-        pointer = out.iterator + (Int64(row + warp * 16 + lane // 4) * self.config.N + column + lane % 4 * 2)
+        lane = tid % 32
+        pointer = out.iterator + (Int64(row + lane // 4) * self.config.N + column + lane % 4 * 2)
         sums = []
         for j in cutlass.range_constexpr(self.chunk_n // 8):
             for half in cutlass.range_constexpr(2):
@@ -326,9 +366,8 @@ class WgradBf16(WgradGemm):
 
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
         cute.arch.mbarrier_wait(self.full, 0)
-        e = self.ring[0, 0]
-        while e >= 0:
-            m, n, rows = self.ring[1, slot], self.ring[2, slot], self.ring[3, slot]
+        task, rows = self.take(slot, lane)
+        while task[0] >= 0:
             whole = rows // self.block_k
             rest = rows - whole * self.block_k
             acc.fill(0.0)
@@ -340,7 +379,7 @@ class WgradBf16(WgradGemm):
                 if (lane == 0) & (step > 0):
                     cute.arch.mbarrier_arrive(self.empty + last)
                 last = stage
-                stage, phase = self.advance(stage, phase)
+                stage, phase = self.advance(stage, phase, STAGES)
             warpgroup.wait_group(0)
             if (lane == 0) & (whole > 0):
                 cute.arch.mbarrier_arrive(self.empty + last)
@@ -352,12 +391,12 @@ class WgradBf16(WgradGemm):
                     warpgroup.wait_group(0)
                 if lane == 0:
                     cute.arch.mbarrier_arrive(self.empty + stage)
-                stage, phase = self.advance(stage, phase)
+                stage, phase = self.advance(stage, phase, STAGES)
             for w in cutlass.range_constexpr(2):
-                self.store_half(w, acc, w * WAVE_N // 2, (e, m, n), tid, wg, out, tma_d, d_map)
+                self.store_half(w, acc, w * WAVE_N // 2, task, tid, out, tma_d, d_map)
             slot = (slot + 1) % RING
             cute.arch.mbarrier_wait(self.full + stage, phase)
-            e = self.ring[0, slot]
+            task, rows = self.take(slot, lane)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit

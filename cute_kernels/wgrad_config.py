@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 TILE_M, TILE_N = 128, 256
 STAGES = 4  # depth of the TMA pipeline; with 48 KiB a stage nothing deeper fits
-RING = 8  # task descriptions kept in shared memory: the loader is never more than STAGES tasks ahead
+RING = 4  # task descriptions kept in shared memory
+RING_WORDS = 5
 MATH_WARPGROUPS = 2
 THREADS = 128 * (1 + MATH_WARPGROUPS)
-STAGING_BYTES = 16384  # output staging of one math warpgroup: two chunks of 64 rows x 128 bytes
+STAGING_BYTES = 16384  # output staging of one math warpgroup: for each warp two chunks of 16 rows x 128 bytes
 MAX_SHARED_BYTES = 232448  # what one CTA may have on SM90
 GROUP_M = 16  # M tiles of an expert that are taken together, so that running CTAs share operands in L2
 
@@ -68,8 +69,8 @@ class WgradConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of one CTA, rounded up to its alignment."""
-        barriers = 2 * STAGES * 8
-        used = STAGES * self.stage_bytes + MATH_WARPGROUPS * STAGING_BYTES + barriers + RING * 16
+        tasks = RING * (2 * 8 + RING_WORDS * 4)
+        used = STAGES * (self.stage_bytes + 2 * 8) + MATH_WARPGROUPS * STAGING_BYTES + tasks
         return -(-used // 1024) * 1024
 
     def why_not(self) -> str | None:

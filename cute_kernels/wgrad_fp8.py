@@ -3,11 +3,11 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from .wgrad import WAVE_N, WgradGemm
-from .wgrad_config import RING, TILE_M, TILE_N
+from .wgrad_config import RING, STAGES, TILE_M, TILE_N
 
 BLOCK_K = 128
 
@@ -118,26 +118,32 @@ class WgradFp8(WgradGemm):
 
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
         cute.arch.mbarrier_wait(self.full, 0)
-        e = self.ring[0, 0]
+        task, rows = self.take(slot, lane)
         scale = self.scales(r0, stage)
         self.issue(mma, tmp, tA, tB[0], stage)
-        while e >= 0:
-            task = (e, self.ring[1, slot], self.ring[2, slot])
-            rows = self.ring[3, slot]
-            last = cutlass.max(rows - 1, 0) // BLOCK_K
+        while task[0] >= 0:
+            steps = (rows + BLOCK_K - 1) // BLOCK_K
             for acc in accs:
                 acc.fill(0.0)
-            for step in cutlass.range(last + 1, unroll=1):
+            if const_expr(not self.config.accumulate):
+                if steps == 0:  # a stage without data; the wave in flight is dropped
+                    warpgroup.wait_group(0)
+                    self.store_half(0, accs[0], 0, task, tid, out, tma_d, d_map)
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(self.empty + stage)
+                    stage, phase = self.advance(stage, phase, STAGES)
+                    cute.arch.mbarrier_wait(self.full + stage, phase)
+                    scale = self.scales(r0, stage)
+                    self.issue(mma, tmp, tA, tB[0], stage)
+            for step in cutlass.range(steps, unroll=1):
                 # wave 0 of this k-block is in flight; a wait for all waves comes first behind the back edge, or
                 # ptxas serialises
                 self.retire(accs[0], tmp, scale[0])
                 self.issue(mma, tmp, tA, tB[1], stage)
-                if step == last:
-                    if rows == 0:
-                        accs[0].fill(0.0)
-                    self.store_half(0, accs[0], 0, task, tid, wg, out, tma_d, d_map)
+                if step == steps - 1:
+                    self.store_half(0, accs[0], 0, task, tid, out, tma_d, d_map)
                 done, scale_1 = stage, scale[1]
-                stage, phase = self.advance(stage, phase)
+                stage, phase = self.advance(stage, phase, STAGES)
                 cute.arch.mbarrier_wait(self.full + stage, phase)
                 scale = self.scales(r0, stage)
                 warpgroup.wait_group(0)
@@ -145,11 +151,9 @@ class WgradFp8(WgradGemm):
                     cute.arch.mbarrier_arrive(self.empty + done)
                 self.retire(accs[1], tmp, scale_1)
                 self.issue(mma, tmp, tA, tB[0], stage)
-            if rows == 0:
-                accs[1].fill(0.0)
-            self.store_half(1, accs[1], 0, task, tid, wg, out, tma_d, d_map)
+            self.store_half(1, accs[1], 0, task, tid, out, tma_d, d_map)
             slot = (slot + 1) % RING
-            e = self.ring[0, slot]
+            task, rows = self.take(slot, lane)
         warpgroup.wait_group(0)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 

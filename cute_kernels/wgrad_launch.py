@@ -32,6 +32,24 @@ class WgradQueue:
     block_rows: torch.Tensor
 
 
+@dataclass(frozen=True)
+class WgradOperands:
+    """What forward and dgrad leave for the weight gradients: pools of P rows in one row order, pad rows anything.
+
+    d_gate_up     [P, 2I] bf16, the unquantised gradients of gate and up
+    weighted_act  [P, I] bf16, p * silu(gate) * up
+    x, x_scale    [P, H]: the tokens that travelled, e4m3 with fp32 scales [H / 128, P], or bf16 with None
+    d, d_scale    the same of the output's gradient
+    """
+
+    d_gate_up: torch.Tensor
+    weighted_act: torch.Tensor
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    d: torch.Tensor
+    d_scale: torch.Tensor | None
+
+
 # ---------------------------------------------------------------- compiling
 
 
@@ -250,6 +268,45 @@ def wgrad_fp8(
     return out_EMN
 
 
+def weight_gradients(
+    operands: WgradOperands,
+    offs: torch.Tensor,
+    counts: torch.Tensor,
+    dw13_E2IH: torch.Tensor,
+    dw2_EHI: torch.Tensor,
+    *,
+    precision: str = "fp8",
+    accumulate: bool = False,
+    num_ctas: int | None = None,
+) -> None:
+    """dW13[e] = sum of d_gate_up (outer) x and dW2[e] = sum of d (outer) weighted_act over the rows of e.
+
+    Args:
+        operands: the four pools.
+        offs, counts: as in `plan_wgrad`.
+        dw13_E2IH, dw2_EHI: fp32 or bf16, overwritten or added to.
+        precision: "fp8" multiplies transposed e4m3 copies, made here: the fastest, 1.1 to 1.5 dB below BF16 operands.
+            "bf16" multiplies the pools as they are; x and d must be bf16 then.
+        accumulate, num_ctas: as in `wgrad_bf16`.
+
+    Raises: ValueError, for what the steps refuse.
+    Effects: kernels on the current stream (fp8: plan, four copies, two GEMMs), no host sync; graph-safe; repeatable
+        bit for bit. fp8 allocates the copies of one GEMM at a time: at most P (2I + H) bytes.
+    """
+    queue = plan_wgrad(offs, counts, operands.x.shape[0])
+    jobs = (
+        (operands.d, operands.d_scale, operands.weighted_act, None, dw2_EHI),
+        (operands.d_gate_up, None, operands.x, operands.x_scale, dw13_E2IH),
+    )
+    for cursor, (a, a_scale, b, b_scale, out) in enumerate(jobs):
+        modes = {"cursor": cursor, "accumulate": accumulate, "num_ctas": num_ctas}
+        if precision == "fp8":
+            copies = transpose_quantized(a, queue, a_scale), transpose_quantized(b, queue, b_scale, square=True)
+            wgrad_fp8(*copies, queue, out, **modes)
+        else:
+            wgrad_bf16(a, b, queue, out, **modes)
+
+
 def _config(M: int, N: int, precision: str, queue: WgradQueue, out, accumulate: bool, wrong: list[str]):
     wrong += _expect("out_EMN", out, (queue.counts.shape[0], M, N), tuple(_OUT_DTYPES))
     config = WgradConfig(M, N, precision, _OUT_DTYPES.get(out.dtype, "float32"), accumulate)
@@ -267,6 +324,10 @@ def _launch(config: WgradConfig, operands, queue: WgradQueue, out, cursor: int, 
     limit = tasks_per_cta or EVERYTHING
     if num_ctas * limit < tasks:
         raise ValueError(f"tasks_per_cta: expected {num_ctas} CTAs to cover {tasks} tasks, got {limit} each.")
+    if operands[0].shape[0] == 0:  # a pool without rows has no TMA descriptor
+        if not config.accumulate:
+            out.zero_()
+        return
     kernel = compiled("wgrad", config, lambda: build_gemm(config))
     view = out.view(-1, config.N)
     position = queue.cursors[cursor : cursor + 1]

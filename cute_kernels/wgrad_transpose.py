@@ -53,9 +53,10 @@ class QuantizeTransposed:
         rows = block_rows[block]
         if rows > 0:
             raw, row_scales = self.read(x, scales, rows, column_block, block, tid)
-            self.reduce(raw, row_scales, amax, tid)
+            values = self.convert(raw, row_scales)
+            self.reduce(values, amax, tid)
             self.make_scales(amax, inv, s, column_block, block, tid)
-            self.write(raw, row_scales, inv, tile, q, column_block, block, tid)
+            self.write(values, inv, tile, q, column_block, block, tid)
 
     @cute.jit
     def read(self, x, scales, rows, column_block, block, tid):
@@ -81,20 +82,25 @@ class QuantizeTransposed:
         return raw, row_scales
 
     @cute.jit
-    def values(self, raw, row_scales, i: cutlass.Constexpr):
-        """Row i of this thread in fp32."""
-        v = cute.make_rmem_tensor(8, Float32)
-        v.store(raw[None, i].load().to(Float32))
-        scale = Float32(1.0) if const_expr(row_scales is None) else row_scales[i]
-        return [v[j] * scale for j in range(8)] if const_expr(row_scales is not None) else [v[j] for j in range(8)]
+    def convert(self, raw, row_scales):
+        """[row][column] of this thread in fp32. Kept: converting again for the second use would cost more issue slots
+        than memory leaves (e4m3 goes through fp16)."""
+        rows = []
+        for i in cutlass.range_constexpr(8):
+            v = cute.make_rmem_tensor(8, Float32)
+            v.store(raw[None, i].load().to(Float32))
+            if const_expr(row_scales is None):
+                rows.append([v[j] for j in range(8)])
+            else:
+                rows.append([v[j] * row_scales[i] for j in range(8)])
+        return rows
 
     @cute.jit
-    def reduce(self, raw, row_scales, amax, tid):
+    def reduce(self, values, amax, tid):
         """amax[column, warp]: over the 16 rows of each warp. NaN is ignored, as the recipe says."""
         top = [Float32(0.0) for _ in range(8)]
         for i in cutlass.range_constexpr(8):
-            v = self.values(raw, row_scales, i)
-            top = [cute.arch.fmax(top[j], cute.math.absf(v[j])) for j in range(8)]
+            top = [cute.arch.fmax(top[j], cute.math.absf(values[i][j])) for j in range(8)]
         top = [cute.arch.fmax(t, cute.arch.shuffle_sync_bfly(t, 16)) for t in top]
         if tid % 32 < 16:
             for j in cutlass.range_constexpr(8):
@@ -128,14 +134,13 @@ class QuantizeTransposed:
         cute.arch.sync_threads()
 
     @cute.jit
-    def write(self, raw, row_scales, inv, tile, q, column_block, block, tid):
+    def write(self, values, inv, tile, q, column_block, block, tid):
         c, g = tid % 16, tid // 16
-        v = [self.values(raw, row_scales, i) for i in range(8)]
         for j in cutlass.range_constexpr(8):
             scale = inv[c * 8 + j]
             x = cute.make_rmem_tensor(8, Float32)
             for i in cutlass.range_constexpr(8):
-                x[i] = v[i][j] * scale
+                x[i] = values[i][j] * scale
             y = cute.make_rmem_tensor(8, Float8E4M3FN)
             y.store(x.load().to(Float8E4M3FN))
             tile[g ^ c, c * 8 + j] = cute.recast_tensor(y, Int64)[0]

@@ -102,3 +102,10 @@ def test_cursor_and_limit_are_checked_before_the_launch():
         wgrad_launch._launch(config, (), queue, out, 2, 4, None)
     with pytest.raises(ValueError, match="tasks_per_cta: expected 1 CTAs to cover 2 tasks, got 1 each"):
         wgrad_launch._launch(config, (), queue, out, 0, 1, 1)
+
+
+def test_weight_gradients_in_bf16_want_bf16_pools():
+    queue = queue_of([3, 5], 256)
+    fp8 = torch.zeros(256, 128, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="a_PM: expected torch.bfloat16, got torch.float8_e4m3fn"):
+        wgrad_launch.wgrad_bf16(fp8, fp8.bfloat16(), queue, torch.zeros(2, 128, 128))

@@ -162,6 +162,20 @@ def test_row_counts(precision, counts):
     assert_close(out, want, 3e-5 if precision == "bf16" else 2e-3)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_pool_without_rows(precision):
+    a = torch.zeros(0, 128, dtype=torch.bfloat16, device="cuda")
+    queue = make_queue([0, 0], 0)
+    out = poisoned([0, 0], 128, 128, torch.float32)
+    copies = transpose_quantized(a, queue), transpose_quantized(a, queue, square=True)
+    operands = (a, a) if precision == "bf16" else copies
+    launch = wgrad_bf16 if precision == "bf16" else wgrad_fp8
+    launch(*operands, queue, out, accumulate=True)
+    assert bool(out.isnan().all())
+    launch(*operands, queue, out, cursor=1)
+    assert not bool(out.any())
+
+
 def test_many_experts():
     counts = [(7 * e) % 40 for e in range(512)]
     launch, want, rows = operands("bf16", counts, 128, 256)
