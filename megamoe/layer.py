@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -13,12 +14,12 @@ import checkpoints
 from megamoe import backends
 from megamoe.config import MoEConfig
 from megamoe.context import MoEContext, World
-from megamoe.errors import MegaMoEValueError, expected
+from megamoe.errors import MegaMoEError, MegaMoEValueError, expected
+from megamoe.family_router import FamilyRouter
 from megamoe.functional import mega_moe
 from megamoe.loading import DTYPES, WeightFormat, check_fits, convert, format_of, place, read_config
 from megamoe.quantize import ceil_div, quantize_weight
 from megamoe.recipe import BLOCK, Recipe
-from megamoe.router import Router
 from megamoe.routing_plan import experts_per_rank
 from megamoe.weights import WeightCopies
 
@@ -136,7 +137,7 @@ def _after_load(module: nn.Module, incompatible: Any) -> None:
 
 
 class MegaMoE(nn.Module):
-    """A mixture-of-experts layer with a DeepSeek-V3 router, on one rank or over expert-parallel ranks.
+    """A mixture-of-experts layer with its router, on one rank or over expert-parallel ranks.
 
     out = sum of the chosen experts' outputs, each times its weight, + the shared expert's output.
 
@@ -151,7 +152,7 @@ class MegaMoE(nn.Module):
         context: capacity, max_tokens_per_rank, save, debug: as for `MoEContext`.
 
     Attributes:
-        router: `Router`.
+        router: `FamilyRouter`, that of `config.family`.
         experts: `Experts`, the routed ones.
         shared: `Experts` with one expert, or None; it runs with the same recipe on every rank's own tokens.
 
@@ -185,7 +186,8 @@ class MegaMoE(nn.Module):
         alone = MoEContext(recipe, backend=backend, save=ranks.shapes.save)
         each = experts_per_rank(config.num_experts, ranks.shapes.num_ranks)
         self.config, self.recipe, self.weights = config, recipe, weights
-        self.router = Router(config, device, torch.float32 if weights == "fp32" else torch.bfloat16)
+        router_dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+        self.router = FamilyRouter(config, config.family, device, router_dtype, vocab_size=config.hash_vocab_size)
         size = (config.hidden_size, config.intermediate_size)
         self.experts = Experts(each * ranks.shapes.num_local, *size, weights, ranks, device)
         shared_size = (config.hidden_size, config.shared_intermediate_size)
@@ -199,12 +201,25 @@ class MegaMoE(nn.Module):
             if experts is not None:
                 experts.reset_parameters(self.config.initializer_range)
 
-    def forward(self, x: Any, *, is_first_microbatch: bool | None = None, return_expert_counts: bool = False) -> Any:
+    def forward(
+        self,
+        x: Any,
+        *,
+        token_ids: Any = None,
+        topk_ids: Any = None,
+        token_mask: Any = None,
+        is_first_microbatch: bool | None = None,
+        return_expert_counts: bool = False,
+    ) -> Any:
         """Apply the layer.
 
         Args:
             x: [T, H] or [B, S, H], bf16; fp16 and fp32 are rounded to bf16 for the experts, not for the router. Over a
                 LocalWorld a list of R such tensors (with R = 1 one tensor does). Never written to.
+            token_ids: int [T] or [B, S], vocabulary ids: a hash layer needs them.
+            topk_ids: int [T, K]: use these experts instead of a choice (replayed from another run), -1 for none.
+            token_mask: bool [T] or [B, S]: tokens with False get no routed expert and their x is
+                not read. These three are lists where x is one.
             is_first_microbatch: False: the weights have not changed since the forward before, so their copies are
                 reused; None or True: weights that train are quantised again.
             return_expert_counts: also return how many of these tokens chose each expert.
@@ -234,19 +249,30 @@ class MegaMoE(nn.Module):
         dtypes = [torch.get_autocast_dtype(device_type) if is_autocast else value.dtype for value in xs]
         with torch.autocast(device_type, enabled=False):
             flat = [value.reshape(-1, hidden) for value in xs]
-            outs, counts = self._apply_experts(flat, is_first_microbatch)
+            hints = {"token_ids": token_ids, "topk_ids": topk_ids, "token_mask": token_mask}
+            given = {name: value if is_list else [value] for name, value in hints.items() if value is not None}
+            outs, counts = self._apply_experts(flat, given, is_first_microbatch)
         outs = [out.to(dtype).view(v.shape) for out, dtype, v in zip(outs, dtypes, xs, strict=True)]
         if return_expert_counts:
             return (outs, counts) if is_list else (outs[0], counts[0])
         return outs if is_list else outs[0]
 
     def _apply_experts(
-        self, flat: list[torch.Tensor], is_first_microbatch: bool | None
+        self, flat: list[torch.Tensor], hints: dict[str, list[torch.Tensor]], is_first_microbatch: bool | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(out, counts) of each local rank. What belongs to a token alone is computed for all local ranks at once."""
         tokens = [x.shape[0] for x in flat]
         everything = torch.cat(flat) if len(flat) > 1 else flat[0]
-        topk_ids, topk_weights = self.router(everything)
+        if not hints:
+            topk_ids, topk_weights = self.router(everything)
+        else:
+            try:
+                routing = {name: _joined(name, given, tokens) for name, given in hints.items()}
+                if "token_mask" in routing:  # padding may hold NaN
+                    everything = torch.where(routing["token_mask"][:, None], everything, 0)
+                topk_ids, topk_weights = self.router(everything, **routing)
+            except MegaMoEError as error:
+                self.experts.context.report(error, self.experts.w13.device)
         ids, weights = list(topk_ids.split(tokens)), list(topk_weights.split(tokens))
         rounded = everything.to(torch.bfloat16)
         outs = self.experts(list(rounded.split(tokens)), ids, weights, is_first_microbatch=is_first_microbatch)
@@ -284,7 +310,7 @@ class MegaMoE(nn.Module):
         allow_links: bool = False,
         **options: Any,
     ) -> MegaMoE:
-        """One MoE layer of a checkpoint in the format of DeepSeek-V3 and its relatives.
+        """One MoE layer of a checkpoint, in the names of any family that `checkpoints` knows.
 
         Args:
             folder: with safetensors files and, unless `config` is given, config.json.
@@ -299,7 +325,8 @@ class MegaMoE(nn.Module):
 
         Raises:
             checkpoints.CheckpointError: files, keys, shapes or dtypes are not right.
-            MegaMoEValueError: the configuration does not fit the checkpoint, or its router is not DeepSeek-V3's.
+            MegaMoEValueError: the configuration does not fit the checkpoint, or names a router
+                that is not known.
         """
         if config is None:
             config = MoEConfig.from_hf(read_config(Path(folder)))
@@ -309,7 +336,11 @@ class MegaMoE(nn.Module):
         )
         check_fits(config, stored)
         weights = format_of(stored.routed) if weights is None else weights
+        if stored.tid2eid is not None:
+            config = dataclasses.replace(config, hash_vocab_size=stored.tid2eid.shape[0])
         made = cls(config, world=world, weights=weights, device="meta", **options)
+        if stored.tid2eid is not None:
+            made.router.tid2eid = stored.tid2eid.to(torch.int64)
         made.router.weight = nn.Parameter(stored.router_weight)
         bias = stored.correction_bias
         made.router.correction_bias = (
@@ -324,4 +355,19 @@ class MegaMoE(nn.Module):
 def _count(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Slots of each expert, int64 [E]."""
     flat = topk_ids.flatten()
-    return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    return flat.new_zeros(num_experts).scatter_add_(0, flat.clamp_min(0), (flat >= 0).to(flat.dtype))
+
+
+def _joined(name: str, given: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
+    """What the caller says about tokens, of all local ranks one after the other: [T] or, for topk_ids, [T, K]."""
+    if len(given) != len(tokens):
+        raise MegaMoEValueError(expected(name, f"one tensor for each of the {len(tokens)} of x", len(given)))
+    flat = [part.flatten(0, -2) if name == "topk_ids" else part.flatten() for part in given]
+    wrong = [
+        expected(name if len(tokens) == 1 else f"{name}[{i}]", f"{count} tokens as in x", part.shape[0])
+        for i, (part, count) in enumerate(zip(flat, tokens, strict=True))
+        if part.shape[0] != count
+    ]
+    if wrong:
+        raise MegaMoEValueError("\n".join(wrong))
+    return torch.cat(flat) if len(flat) > 1 else flat[0]

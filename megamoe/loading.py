@@ -63,10 +63,8 @@ def check_fits(config: MoEConfig, stored: checkpoints.MoELayerTensors) -> None:
         for name, size in found.items()
         if getattr(config, name) != size
     ]
-    if stored.tid2eid is not None:
-        problems.append(
-            expected("layer", "one that routes by scores", "one with a table from token to experts (tid2eid)")
-        )
+    if stored.tid2eid is not None and stored.tid2eid.shape[1] != config.top_k:
+        problems.append(expected("config.top_k", f"{stored.tid2eid.shape[1]} as in the checkpoint", config.top_k))
     if problems:
         raise MegaMoEValueError("\n".join(problems))
 

@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import load_moe_layer
 from megamoe.comm import LocalWorld
 from megamoe.config import MoEConfig
-from megamoe.family_router import FamilyRouter
 from megamoe.layer import MegaMoE
 from megamoe.recipe import Recipe
 from tests.support.toy_checkpoint import write_shards
@@ -163,6 +161,7 @@ BLOCKS: dict[str, Callable[[], Block]] = {
     "qwen3": qwen3_moe,
     "qwen3-packed": qwen3_packed,
     "deepseek-v4": lambda: deepseek_v4(False, 6.0),
+    "deepseek-v4-hash": lambda: deepseek_v4(True, 6.0),
     "deepseek-v4-clamped": lambda: deepseek_v4(False, 0.5),
 }
 
@@ -205,35 +204,19 @@ def theirs(block: Block, x: torch.Tensor, dout: torch.Tensor) -> Result:
 def ours(block: Block, folder: Path, x: torch.Tensor, dout: torch.Tensor, ranks: int, precision: str) -> Result:
     """The layer, loaded from the folder, over virtual ranks that share the tokens."""
     config = MoEConfig.from_hf(block.config)
-    world = LocalWorld(ranks) if ranks > 1 else None
+    recipe = Recipe(precision, clamp=config.clamp)
     layer = MegaMoE.from_checkpoint(
-        folder, LAYER, config=config, world=world, backend="torch", recipe=Recipe(precision, clamp=config.clamp)
+        folder, LAYER, config=config, world=LocalWorld(ranks), backend="torch", recipe=recipe
     )
-    layer.router = router_of(folder, config)
     x = x.clone().requires_grad_()
-    ids, weights = layer.router(x, token_ids=block.token_ids)
     sizes = [T // ranks] * ranks
-    outs = layer.experts(list(x.split(sizes)), list(ids.split(sizes)), list(weights.split(sizes)))
-    out = torch.cat(outs)
-    if layer.shared is not None:
-        out = out + layer.shared(x, ids.new_zeros(T, 1), weights.new_ones(T, 1))
+    token_ids = None if block.token_ids is None else list(block.token_ids.split(sizes))
+    out = torch.cat(layer(list(x.split(sizes)), token_ids=token_ids))
     out.backward(dout)
     shared = [None, None] if layer.shared is None else [layer.shared.w13.grad[0], layer.shared.w2.grad[0]]
     return Result(
         out.detach(), x.grad, layer.router.weight.grad, layer.experts.w13.grad, layer.experts.w2.grad, *shared
     )
-
-
-def router_of(folder: Path, config: MoEConfig) -> FamilyRouter:
-    stored = load_moe_layer(folder, LAYER)
-    table = stored.tid2eid
-    router = FamilyRouter(config, config.family, vocab_size=0 if table is None else table.shape[0])
-    router.weight.data.copy_(stored.router_weight)
-    if stored.correction_bias is not None:
-        router.correction_bias.copy_(stored.correction_bias)
-    if table is not None:
-        router.tid2eid.copy_(table)
-    return router
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
