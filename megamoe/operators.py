@@ -80,7 +80,10 @@ def forward_op(
         context.recipe,
         options,
     )
-    return outs, [] if saved is None else pack(saved)
+    kept = [] if saved is None else pack(saved)
+    inputs = [*xs, *topk_ids, *topk_weights, w13, w2]
+    own = _unaliased([*outs, *kept], inputs)
+    return own[: len(outs)], own[len(outs) :]
 
 
 @forward_op.register_fake
@@ -163,7 +166,8 @@ def backward_op(
     found: list[Tensor] = []
     for need, per_rank in zip(needs, (grads.dx, grads.dp), strict=False):
         found += per_rank if need and per_rank is not None else []
-    return found + [g for g, need in zip(grads_of_weights, needs[2:], strict=True) if need]
+    found += [g for g, need in zip(grads_of_weights, needs[2:], strict=True) if need]
+    return _unaliased(found, [*douts, *saved])
 
 
 @backward_op.register_fake
@@ -218,6 +222,21 @@ def _backward(ctx: Any, d_outs: list[Tensor | None], d_saved: list[None]) -> tup
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs with copies of those that share storage with an input or an earlier output: operators may not.
+
+    Steps hand out slices of one tensor (rows of a plan, tokens of several ranks); what is large never shares.
+    """
+    seen = {t.untyped_storage()._cdata for t in inputs}
+    own = []
+    for tensor in outputs:
+        if tensor.untyped_storage()._cdata in seen:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage()._cdata)
+        own.append(tensor)
+    return own
 
 
 # ---------------------------------------------------------------- saved state as a flat list

@@ -16,6 +16,7 @@ from megamoe.comm.transport import Transport
 from megamoe.quantize import QuantizedRows, QuantizedWeight
 from megamoe.recipe import Recipe
 from megamoe.routing_plan import RoutingPlan
+from megamoe.torch_steps import SwigluGrads
 
 Steps: TypeAlias = Any
 """A module that offers what `megamoe.torch_steps` lists in `__all__`."""
@@ -195,26 +196,40 @@ def backward(
         gate_ups = _gate_ups(steps, transport, pools, plan, experts)
 
     travels = transport.num_sources > 1
-    d_rows, d_weights = [], []
+    grads, d_rows = [], []
     for i, rank in enumerate(transport.local_ranks):
         mine, segment = experts[i], plan.ranks[rank]
         assert mine.w13_t is not None and mine.w2_t is not None
         dh = steps.grouped_gemm(d_pools[i], mine.w2_t, segment, torch.float32)
-        grads = steps.swiglu_backward(dh, gate_ups[i], saved.weights[i], recipe)
+        grads.append(steps.swiglu_backward(dh, gate_ups[i], saved.weights[i], recipe))
         del dh
-        d_weights.append(grads.d_weight)
         if needs.x or travels:
-            d_rows.append(steps.grouped_gemm(grads.d_gate_up, mine.w13_t, segment))
-        if needs.w13 is not None:
-            assert pools is not None
-            x_rows = steps.dequantize(pools[i])
-            steps.wgrad(grads.d_gate_up_bf16, x_rows, segment, out=needs.w13[i])
-        if needs.w2 is not None:
-            d_out_rows = steps.dequantize(d_pools[i])
-            steps.wgrad(d_out_rows, grads.weighted_act, segment, out=needs.w2[i])
-    dx = _own(transport.combine_rows(d_rows, plan), douts) if needs.x or travels else None
+            d_rows.append(steps.grouped_gemm(grads[i].d_gate_up, mine.w13_t, segment))
+    finish = transport.start_combine_rows(d_rows, plan) if needs.x or travels else None
+    del d_rows
+    _wgrads(steps, transport, plan, grads, pools, d_pools, needs)  # while rows of dX are on their way home
+    dx = _own(finish(), douts) if finish is not None else None
+    d_weights = [g.d_weight for g in grads]
     dp = _own(transport.combine_weight_grads(d_weights, plan), douts) if needs.topk_weights or travels else None
     return Grads(dx, dp, needs.w13, needs.w2)
+
+
+def _wgrads(
+    steps: Steps,
+    transport: Transport,
+    plan: RoutingPlan,
+    grads: Sequence[SwigluGrads],
+    pools: Sequence[QuantizedRows] | None,
+    d_pools: Sequence[QuantizedRows],
+    needs: Needs,
+) -> None:
+    """Write the weight gradients of every local rank, from what travelled."""
+    for i, rank in enumerate(transport.local_ranks):
+        if needs.w13 is not None:
+            assert pools is not None
+            steps.wgrad(grads[i].d_gate_up_bf16, steps.dequantize(pools[i]), plan.ranks[rank], out=needs.w13[i])
+        if needs.w2 is not None:
+            steps.wgrad(steps.dequantize(d_pools[i]), grads[i].weighted_act, plan.ranks[rank], out=needs.w2[i])
 
 
 def _own(values: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
