@@ -420,30 +420,23 @@ def _backward(ledger: _Ledger, name: str, call: _Call, save: SaveMode) -> None:
         ledger.drop("~quantised x")
     if save == "recompute":
         ledger.hold(_passing(call.gate_up))
-    ledger.hold(
-        Item("~dh", 4 * call.rows * call.inter, "P * I * 4"),
-        Item("~dgate/dup", call.activations(call.rows, 2 * call.inter, 2), "P * 2I and scales"),
-        Item("~dgate/dup, bf16", 4 * call.rows * call.inter, "P * 2I * 2"),
-        Item("~weighted activations", 2 * call.rows * call.inter, "P * I * 2"),
-    )
+    dh = Item("~dh", 4 * call.rows * call.inter, "P * I * 4")
     done = call.local - 1  # virtual ranks before the last
-    if done:
-        ledger.hold(call.rows_of("~dX rows of other ranks", done))
-        if trains:
-            names = ("~x operands of the rank before", "~dout operands of the rank before")
-            ledger.hold(*[call.operand(name) for name in names])
-        before = call.activations(call.rows, 2 * call.inter, 2) + 6 * call.rows * call.inter
-        ledger.hold(Item("~SwiGLU of the rank before", before, "as above"))
+    ledger.hold(
+        dh,
+        Item("~dgate/dup", call.activations(call.rows, 2 * call.inter, 2) * call.local, "P * 2I and scales"),
+        Item("~dgate/dup, bf16", 4 * call.rows * call.inter * call.local, "P * 2I * 2"),
+        Item("~weighted activations", 2 * call.rows * call.inter * call.local, "P * I * 2"),
+        call.rows_of("~dX rows", done),
+    )
     ledger.mark(f"{name}dSwiGLU")
-    ledger.drop("~dh", "~SwiGLU of the rank before", "~x operands of the rank before")
-    ledger.hold(call.rows_of("~dX rows"))
-    if trains:
-        ledger.hold(call.operand("~x rows, bf16"), call.operand("~dout rows, bf16"))
-    ledger.mark(f"{name}dX GEMM and wgrad")
-    ledger.drop("~dout operands of the rank before")
-    ledger.hold(call.out("~dx"))
+    ledger.drop("~dh", "~dX rows")
+    ledger.hold(call.rows_of("~dX rows", call.local), call.out("~dx"))
     ledger.hold(*call.exchanged("~exchange", 2 * call.hidden))
-    ledger.mark(f"{name}combine of dX")
+    ledger.mark(f"{name}dX GEMM and combine")
+    if trains:
+        ledger.hold(call.operand("~operand of wgrad"))
+        ledger.mark(f"{name}wgrad")
 
 
 def _passing(item: Item) -> Item:
