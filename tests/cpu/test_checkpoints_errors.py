@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoints import CheckpointError, load_moe_layer
+from checkpoints.files import ReadRequest, open_source
 from tests.support.toy_checkpoint import INDEX, Toy, packed, per_expert, same_bytes, write_index, write_shards
 from tests.support.toy_fp4 import v4_layer
 
@@ -362,6 +363,31 @@ def test_packed_shapes(tmp_path: Path) -> None:
     load_fails(tmp_path / "few", f"{key}: expected shape [4, 512, 256], got [3, 512, 256]")
     write_shards(tmp_path / "router", {**tensors, f"{P}gate.weight": torch.zeros(())})
     load_fails(tmp_path / "router", "gate.weight: expected [0, H]")
+
+
+def test_packed_fp4_is_refused(tmp_path: Path) -> None:
+    tensors = packed(Toy(inter=256))
+    key = f"{P}experts.gate_up_proj"
+    tensors[key] = torch.zeros(4, 512, 128, dtype=torch.uint8)
+    tensors[f"{P}experts.down_proj"] = torch.zeros(4, 256, 128, dtype=torch.uint8)
+    for name, shape in ((f"{key}_scale_inv", (4, 512, 8)), (f"{P}experts.down_proj_scale_inv", (4, 256, 8))):
+        tensors[name] = torch.full(shape, 127, dtype=torch.uint8)
+    write_shards(tmp_path, tensors)
+    load_fails(tmp_path, f"{key}_scale_inv: expected FP4 experts in tensors of their own")
+
+
+def test_shard_that_changes_after_its_header_was_checked(tmp_path: Path) -> None:
+    tensors = per_expert(Toy())
+    weight_map = write_shards(tmp_path, tensors)
+    source = open_source(tmp_path)
+    key = sorted(weight_map)[0]
+    request = ReadRequest(key, lambda tensor: None)
+    save_file({"other": torch.zeros(1)}, tmp_path / weight_map[key])
+    with pytest.raises(CheckpointError, match=rf"{weight_map[key]}: expected tensor '{key}'"):
+        source.read([request])
+    (tmp_path / weight_map[key]).unlink()
+    with pytest.raises(CheckpointError, match=rf"{weight_map[key]}: expected a complete safetensors file"):
+        source.read([request])
 
 
 def test_v4_layer_needs_a_bias_or_a_table_and_its_own_scales(tmp_path: Path) -> None:
