@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe import torch_steps, unfused
@@ -20,6 +21,7 @@ from megamoe.errors import BackendUnavailable, MegaMoEValueError
 from megamoe.layer import MegaMoE
 from megamoe.memory_plan import MemoryPlan, PlanOptions, human, memory_plan
 from megamoe.recipe import Recipe
+from tests.support.distributed import run_ranks
 
 CONFIG = MoEConfig(256, 384, 8, 2)
 TOKENS = 40
@@ -129,6 +131,22 @@ def test_stages_hold_what_the_unfused_path_holds(precision: str, ranks: int, sav
     )
 
 
+def saved_bytes(layer: MegaMoE, x: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Bytes that a forward hands to autograd beside parameters and x, and its output."""
+    given = {t.untyped_storage()._cdata for t in (x, *layer.parameters(), *layer.buffers())}
+    seen: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in given:
+            seen[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = layer(x)
+    return sum(seen.values()), out
+
+
 @pytest.mark.parametrize("weights", ["bf16", "fp32", "fp8"])
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 @pytest.mark.parametrize("num_shared", [0, 2])
@@ -136,30 +154,34 @@ def test_a_layer_holds_what_was_planned(weights: str, precision: str, num_shared
     config = dataclasses.replace(CONFIG, num_shared_experts=num_shared)
     layer = MegaMoE(config, backend="torch", weights=weights, recipe=Recipe(precision))
     plan = memory_plan(config, tokens=TOKENS, options=PlanOptions(weights, precision))
-    given = list(layer.parameters()) + list(layer.buffers())
-    assert storage_bytes(given) == plan.weights_bytes
-
-    seen: dict[int, int] = {}
-    inputs = {t.untyped_storage()._cdata for t in given}
+    assert storage_bytes([*layer.parameters(), *layer.buffers()]) == plan.weights_bytes
     x = torch.randn(TOKENS, 256).bfloat16().requires_grad_()
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in inputs and storage._cdata != x.untyped_storage()._cdata:
-            seen[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        out = layer(x)
-    # the order of the rows of a pool, and so its padding, depends on the routing; R = 1 plans for the worst
-    assert sum(seen.values()) == pytest.approx(plan.saved_bytes, rel=0.05)
+    saved, out = saved_bytes(layer, x)
+    assert saved == pytest.approx(plan.saved_bytes, rel=0.05)
     copies = [part.copies.num_bytes() for part in (layer.experts, layer.shared) if part is not None]
     assert sum(copies) == plan.copies_bytes
     out.sum().backward()
-    grads = [p.grad for p in [layer.experts.w13, layer.experts.w2] if p.grad is not None]
-    if layer.shared is not None:
-        grads += [p.grad for p in [layer.shared.w13, layer.shared.w2] if p.grad is not None]
+    parts = [part for part in (layer.experts, layer.shared) if part is not None]
+    grads = [w.grad for part in parts for w in (part.w13, part.w2) if w.grad is not None]
     assert storage_bytes(grads) == plan.gradients_bytes
+
+
+def held_in_a_group(rank: int, capacity: int | str, tokens: int) -> tuple[int, int, int]:
+    layer = MegaMoE(
+        CONFIG, world=dist.group.WORLD, backend="torch", capacity=capacity, max_tokens_per_rank=tokens, save="repull"
+    )
+    x = torch.randn(tokens, 256).bfloat16().requires_grad_()
+    saved, out = saved_bytes(layer, x)
+    out.sum().backward()
+    return storage_bytes([*layer.parameters(), *layer.buffers()]), layer.experts.copies.num_bytes(), saved
+
+
+@pytest.mark.parametrize("capacity", ["worst", 2560])
+def test_a_rank_of_a_group_holds_what_was_planned(capacity: int | str) -> None:
+    plan = memory_plan(CONFIG, 2, "repull", capacity, tokens=700)
+    for weights, copies, saved in run_ranks(held_in_a_group, 2, capacity, 700):
+        assert (weights, copies) == (plan.weights_bytes, plan.copies_bytes)
+        assert saved == pytest.approx(plan.saved_bytes, rel=0.05)
 
 
 def test_inference_keeps_no_transposed_copy_and_saves_nothing() -> None:
