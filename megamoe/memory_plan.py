@@ -434,6 +434,7 @@ def _backward(ledger: _Ledger, name: str, call: _Call, save: SaveMode) -> None:
     ledger.hold(call.rows_of("~dX rows", call.local), call.out("~dx"))
     ledger.hold(*call.exchanged("~exchange", 2 * call.hidden))
     ledger.mark(f"{name}dX GEMM and combine")
+    ledger.drop("~dX rows")
     if trains:
         ledger.hold(call.operand("~operand of wgrad"))
         ledger.mark(f"{name}wgrad")
