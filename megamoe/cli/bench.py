@@ -18,7 +18,7 @@ from megamoe.backends import BACKENDS, Problem
 from megamoe.cli.bench_problem import BenchProblem, LayerRun, Run, Variant, ceilings, errors, torch_gemms, triton_stages
 from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape
 from megamoe.cli.records import Record, environment, gpu_name, write_records
-from megamoe.cli.timing import Timing, clock_mhz, time_variants
+from megamoe.cli.timing import Timing, captured, clock_mhz, time_variants
 from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
 from megamoe.recipe import Recipe
 
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bench", default=",".join(BENCHES), help="by comma")
     parser.add_argument("--precision", default="fp8", choices=("fp8", "bf16"))
     parser.add_argument("--rounds", type=int, default=10, help="launches of each variant, interleaved")
+    parser.add_argument("--eager", action="store_true", help="launch every kernel instead of replaying a CUDA graph")
     parser.add_argument("--sustained", type=float, default=0.3, help="seconds of back-to-back launches")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the records")
@@ -146,27 +147,32 @@ def bench_shape(name: str, spec: ProblemSpec, args: argparse.Namespace, device: 
         stages = triton_stages(problem, training)
         variants |= {(stage, "triton"): variant for stage, variant in stages.items()}
     variants |= {(bench, "torch"): variant for bench, variant in ceilings(device, recipe.precision).items()}
-    for variant in variants.values():
+    calls, graphs = {}, set()
+    for key, variant in variants.items():
         variant.run()
-    times, clock = _time(variants, f"{name} T={sum(spec.num_tokens)}", args, device)
+        graph = None if args.eager else captured(variant.run, device)
+        calls[key] = graph or variant.run
+        graphs |= {key} if graph else set()
+    times, clock = _time(calls, f"{name} T={sum(spec.num_tokens)}", args, device)
     common = {"shape": name, "T": sum(spec.num_tokens), "routing": spec.routing, "ranks": spec.num_ranks}
     records = []
     for (bench, backend), variant in variants.items():
         record = {"bench": bench, **common, "backend": backend, "precision": recipe.precision}
-        records.append(record | figures(variant, times[bench, backend]) | facts.get((bench, backend), {}))
+        record |= figures(variant, times[bench, backend]) | facts.get((bench, backend), {})
+        records.append(record | {"graph": (bench, backend) in graphs})
     add_ratios(records)
     return [r | {"clock_mhz": clock} | environment(str(r["backend"]), device) for r in records]
 
 
 def _time(
-    variants: dict[tuple[str, str], Variant], title: str, args: argparse.Namespace, device: torch.device
+    calls: dict[tuple[str, str], Run], title: str, args: argparse.Namespace, device: torch.device
 ) -> tuple[dict[tuple[str, str], Timing], int | None]:
     """The times of all variants and the clock after the last one."""
-    progress = Progress(len(variants) * (args.rounds + 1), title)
-    named = {f"{bench} {backend}": variant.run for (bench, backend), variant in variants.items()}
+    progress = Progress(len(calls) * (args.rounds + 1), title)
+    named = {" ".join(key): call for key, call in calls.items()}
     times = time_variants(named, device, rounds=args.rounds, sustained_s=args.sustained, progress=progress)
     clock = clock_mhz(device)
-    return {key: times[" ".join(key)] for key in variants}, clock
+    return {key: times[" ".join(key)] for key in calls}, clock
 
 
 def peak_bytes(call: Run, device: torch.device) -> int | None:

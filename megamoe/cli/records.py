@@ -49,13 +49,15 @@ OPTIONAL: dict[str, type] = {
     "roof_share": float,
     "gb_per_s": float,
     "peak_bytes": int,
+    "graph": bool,
     "rel_l2_out": float,
     "rel_l2_dx": float,
     "rel_l2_dp": float,
     "rel_l2_dw13": float,
     "rel_l2_dw2": float,
 }
-"""Fields of some records: ratios (> 1: ours is faster), share of the roof (1: on it), errors against the oracle."""
+"""Fields of some records: ratios (> 1: ours is faster), share of the roof (1: on it), errors against the
+oracle; `graph`: whether launches were replayed from a CUDA graph."""
 
 _ROOT = Path(megamoe.__file__).resolve().parent.parent
 _SOURCES = {"triton": "megamoe/triton_kernels", "cute": "cute_kernels"}

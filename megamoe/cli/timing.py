@@ -38,7 +38,7 @@ def time_variants(
     sustained_s: float = 0.3,
     progress: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
-    """Time functions against each other: one launch of each a round, so that all see the same clocks.
+    """Time functions against each other: one call of each a round, so that all see the same clocks.
 
     Args:
         variants: what to time; each was run before, so that nothing is compiled or allocated for the first time.
@@ -83,6 +83,25 @@ def _repeated(run: Callable[[], object], count: int, device: torch.device) -> fl
     last.record()
     last.synchronize()
     return first.elapsed_time(last) * 1e3 / count
+
+
+def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
+    """A function that replays `run` as a CUDA graph, so that launches cost the host nothing; None where it cannot.
+
+    Args:
+        run: was run before; works on the same memory whenever it is called. device: where it runs.
+    """
+    if device.type != "cuda":
+        return None
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError:  # it synchronises, or copies from pageable memory
+        torch.cuda.synchronize(device)
+        return None
+    return graph.replay
 
 
 def clock_mhz(device: torch.device) -> int | None:

@@ -12,6 +12,10 @@ from megamoe.quantize import QuantizedRows, ceil_div
 from megamoe.routing_plan import RankPlan
 from megamoe.triton_kernels.launch import pointer_table, words
 
+TILE_ROWS, MAX_COLS = 32, 256
+L2_STRIP_BYTES = 20 << 20
+"""How much of an H200's 50 MB of L2 cache the strip of columns that is being copied may take."""
+
 
 @triton.jit
 def _gather(x, table, source, t, width, c, IS_TABLE: tl.constexpr):
@@ -30,20 +34,22 @@ def _dispatch_kernel(
     data, scale, table, pool, pool_scale, source_rank, token, rows, width, blocks, num_ranks,
     IS_TABLE: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Copies ROWS x COLS words, or with the last program of a group of rows their scales.
+    """Copies ROWS x COLS words, or in the last programs scales. Columns are the outer order: a token's row is read for
+    each of its experts, and a strip of all tokens stays in L2 until it has been.
 
     `table` is int64 [2, R]: base addresses of data and scales; without IS_TABLE `data` and `scale` are the only source.
     """
-    parts = tl.cdiv(width, COLS) + (1 if HAS_SCALE else 0)
-    part = tl.program_id(0) % parts
-    r = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
+    row_blocks = tl.cdiv(rows, ROWS)
+    part = tl.program_id(0) // row_blocks
+    r = tl.program_id(0) % row_blocks * ROWS + tl.arange(0, ROWS)
     live = (r < rows)[:, None]
     source = tl.load(source_rank + r, mask=r < rows, other=-1)
     t = tl.load(token + r, mask=r < rows, other=0).to(tl.int64)
     if part * COLS < width:
         c = part * COLS + tl.arange(0, COLS)
         v = _gather(data, table, source, t, width, c, IS_TABLE)
-        tl.store(pool + r.to(tl.int64)[:, None] * width + c[None, :], v, mask=live & (c < width)[None, :])
+        to = pool + r.to(tl.int64)[:, None] * width + c[None, :]
+        tl.store(to, v, mask=live & (c < width)[None, :], eviction_policy="evict_first")
     elif HAS_SCALE:
         b = tl.arange(0, BLOCKS)
         s = _gather(scale, table + num_ranks, source, t, blocks, b, IS_TABLE)
@@ -68,11 +74,12 @@ def dispatch(sources: Sequence[QuantizedRows], plan: RankPlan) -> QuantizedRows:
             data = [d.view(torch.uint8) for d in data]
         to, width = pool.view(data[0].dtype), data[0].shape[1]
         table = pointer_table([data, scales]) if len(sources) > 1 else plan.token
-        tile_rows, tile_cols = 32, 256
-        parts = ceil_div(width, tile_cols) + (first.scale is not None)
-        _dispatch_kernel[(ceil_div(rows, tile_rows) * parts,)](
+        strip_bytes = sum(d.shape[0] for d in data) * MAX_COLS * data[0].element_size()
+        cols = MAX_COLS if strip_bytes <= L2_STRIP_BYTES else MAX_COLS // 2
+        parts = ceil_div(width, cols) + (first.scale is not None)
+        _dispatch_kernel[(ceil_div(rows, TILE_ROWS) * parts,)](
             data[0], scales[0], table, to, pool_scale, plan.source_rank, plan.token, rows, width, blocks, len(sources),
-            len(sources) > 1, first.scale is not None, tile_rows, tile_cols, triton.next_power_of_2(max(blocks, 1)),
+            len(sources) > 1, first.scale is not None, TILE_ROWS, cols, triton.next_power_of_2(max(blocks, 1)),
         )  # fmt: skip
     return QuantizedRows(pool, None if first.scale is None else pool_scale, k_major=True)
 

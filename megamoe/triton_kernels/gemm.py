@@ -184,7 +184,7 @@ def grouped_gemm(
     if not out.numel():
         return out
     scaled = rows.scale is not None and weight.scale is not None
-    config = config or pick_gemm(num_rows, n, scaled)
+    config = config or pick_gemm(k, scaled)
     whole = is_whole(rows, weight)
     a, b = rows.data.contiguous(), weight.data.contiguous()
     a_tiles, b_tiles = a, b

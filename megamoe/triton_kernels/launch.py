@@ -30,7 +30,13 @@ def pool_table(pools: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _table(values: list[list[int]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+    table = torch.tensor(values, dtype=torch.int64)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return table.to(device, non_blocking=True)
+    captured = torch.empty_like(table, device=device)  # a graph cannot copy from pageable memory: one fill a value
+    for to, value in zip(captured.view(-1), table.view(-1).tolist(), strict=True):
+        to.fill_(value)
+    return captured
 
 
 def why_not(device: torch.device, precision: str) -> str | None:

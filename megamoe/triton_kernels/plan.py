@@ -1,7 +1,7 @@
 """The routing plan on the device: a stable counting sort by expert whose every position is a prefix sum.
 
 Ids are cut into chunks in (source rank, token, slot) order. A count of each chunk, an exclusive scan over the chunks
-and the rank of an id among the earlier ones of its chunk give each slot its row; no atomic decides an order.
+and how many earlier ids of its chunk are the same give each slot its row; no atomic decides an order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megamoe.recipe import BLOCK
 from megamoe.routing_plan import RankPlan, RoutingPlan, check_id_values, check_topk_ids, experts_per_rank
 from megamoe.triton_kernels.numerics import as_int64
 
-CHUNK = 128
+CHUNK = 512
+SCAN_TILE = 8192
 
 
 @triton.jit
@@ -37,59 +38,63 @@ def _count_kernel(
 
 
 @triton.jit
-def _scan_kernel(chunk_counts, counts, num_chunks, num_experts, CHUNKS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Counts per chunk become exclusive prefix sums over the chunks; their totals are the counts of the experts."""
-    e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    carry = tl.zeros((EXPERTS,), tl.int32)
-    for begin in range(0, num_chunks, CHUNKS):
-        c = begin + tl.arange(0, CHUNKS)
-        at = c.to(tl.int64)[:, None] * num_experts + e[None, :]
-        mask = (c < num_chunks)[:, None] & (e < num_experts)[None, :]
-        n = tl.load(chunk_counts + at, mask=mask, other=0)
-        tl.store(chunk_counts + at, tl.cumsum(n, axis=0) - n + carry[None, :], mask=mask)
-        carry += tl.sum(n, axis=0)
-    tl.store(counts + e, carry, mask=e < num_experts)
-
-
-@triton.jit
-def _offsets_kernel(
-    counts, offs, bad, summary, num_chunks, per_rank, alignment, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr
+def _scan_kernel(
+    chunk_counts, counts, offs, bad, summary, num_chunks, num_experts, per_rank, alignment, EXPERTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """offs of this program's rank; summary[rank] = its rows, summary[R] = bad ids of all ranks."""
+    """For the experts of one rank: counts, offs, and each chunk's counts replaced by its first row of each expert.
+
+    summary[rank] = rows of the rank's pool, summary[R] = bad ids of all ranks.
+    """
     rank = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
-    n = tl.load(counts + rank * per_rank + e, mask=e < per_rank, other=0)
-    aligned = (n + alignment - 1) // alignment * alignment
-    ends = tl.cumsum(aligned, axis=0)
-    base = offs + rank * (per_rank + 1)
-    tl.store(base + e, ends - aligned, mask=e < per_rank)
-    tl.store(base + per_rank, tl.sum(aligned, axis=0))
+    at_expert = chunk_counts + rank * per_rank + e[None, :]
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for begin in range(0, num_chunks, CHUNKS):
+        c = begin + tl.arange(0, CHUNKS)
+        mask = (c < num_chunks)[:, None] & (e < per_rank)[None, :]
+        total += tl.sum(tl.load(at_expert + c.to(tl.int64)[:, None] * num_experts, mask=mask, other=0), axis=0)
+    aligned = (total + alignment - 1) // alignment * alignment
+    row = tl.cumsum(aligned, axis=0) - aligned
+    tl.store(counts + rank * per_rank + e, total, mask=e < per_rank)
+    tl.store(offs + rank * (per_rank + 1) + e, row, mask=e < per_rank)
+    tl.store(offs + rank * (per_rank + 1) + per_rank, tl.sum(aligned, axis=0))
     tl.store(summary + rank, tl.sum(aligned, axis=0))
+    for begin in range(0, num_chunks, CHUNKS):
+        c = begin + tl.arange(0, CHUNKS)
+        mask = (c < num_chunks)[:, None] & (e < per_rank)[None, :]
+        at = at_expert + c.to(tl.int64)[:, None] * num_experts
+        n = tl.load(at, mask=mask, other=0)
+        tl.store(at, tl.cumsum(n, axis=0) - n + row[None, :], mask=mask)
+        row += tl.sum(n, axis=0)
     if rank == 0:
-        total = 0
-        for begin in range(0, num_chunks, CHUNKS):
-            c = begin + tl.arange(0, CHUNKS)
-            total += tl.sum(tl.load(bad + c, mask=c < num_chunks, other=0), axis=0)
-        tl.store(summary + tl.num_programs(0), total)
+        bad_ids = 0
+        for begin in range(0, num_chunks, 1024):
+            c = begin + tl.arange(0, 1024)
+            bad_ids += tl.sum(tl.load(bad + c, mask=c < num_chunks, other=0), axis=0)
+        tl.store(summary + tl.num_programs(0), bad_ids)
 
 
 @triton.jit
 def _place_kernel(
-    ids, chunk_starts, offs, owner, row, rows_of, source, first_chunk, num_ids, num_experts, per_rank, top_k,
-    num_rows, num_ranks, CHUNK: tl.constexpr,
+    ids, chunk_rows, owner, row, rows_of, source, first_chunk, num_ids, num_experts, per_rank, top_k, num_rows,
+    num_ranks, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Each slot's owner and row, and behind the row its source: rows_of is int32 [3, R, num_rows], -1 before."""
-    i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    place = tl.arange(0, CHUNK)
+    i = tl.program_id(0) * CHUNK + place
     e = tl.load(ids + i, mask=i < num_ids, other=-1)
     real = (e >= 0) & (e < num_experts)
     e = tl.where(real, e, -1).to(tl.int32)
-    place = tl.arange(0, CHUNK)
-    earlier = (e[:, None] == e[None, :]) & (place[None, :] < place[:, None])
-    nth = tl.sum(earlier.to(tl.int32), axis=1)
     chunk = (first_chunk + tl.program_id(0)).to(tl.int64)
-    nth += tl.load(chunk_starts + chunk * num_experts + e, mask=real, other=0)
+    at = tl.load(chunk_rows + chunk * num_experts + e, mask=real, other=0)
+    for begin in range(0, CHUNK, 16):  # how many of the chunk's earlier ids name the same expert
+        earlier = begin + tl.arange(0, 16)
+        j = tl.program_id(0) * CHUNK + earlier
+        other = tl.load(ids + j, mask=j < num_ids, other=-1).to(tl.int32)
+        same = (e[:, None] == other[None, :]) & (earlier[None, :] < place[:, None])
+        at += tl.sum(same.to(tl.int32), axis=1)
     rank = e // per_rank
-    at = nth + tl.load(offs + rank * (per_rank + 1) + e % per_rank, mask=real, other=0)
     tl.store(owner + i, tl.where(real, rank, -1), mask=i < num_ids)
     tl.store(row + i, tl.where(real, at, -1), mask=i < num_ids)
     fits = real & (at < num_rows)
@@ -137,7 +142,7 @@ def make_plan(
     per_rank = experts_per_rank(num_experts, num_ranks)
     topk_ids = [ids.contiguous() for ids in topk_ids]
     chunks = [ceil_div(ids.numel(), CHUNK) for ids in topk_ids]
-    starts, counts, offs, summary = _scan(topk_ids, chunks, num_experts, per_rank, alignment)
+    chunk_rows, counts, offs, summary = _scan(topk_ids, chunks, num_experts, per_rank, alignment)
     sizes = [num_rows or 0] * num_ranks
     if checked:
         *needed, bad = summary.tolist()
@@ -157,8 +162,8 @@ def make_plan(
     for r, ids in enumerate(topk_ids):
         if chunks[r]:
             _place_kernel[(chunks[r],)](
-                ids, starts, offs, owner[r], row[r], rows_of, r, first, ids.numel(), num_experts, per_rank,
-                ids.shape[1], most, num_ranks, CHUNK,
+                ids, chunk_rows, owner[r], row[r], rows_of, r, first, ids.numel(), num_experts, per_rank,
+                ids.shape[1], most, num_ranks, CHUNK, num_warps=8,
             )  # fmt: skip
         first += chunks[r]
     ranks = tuple(
@@ -171,7 +176,7 @@ def make_plan(
 def _scan(
     topk_ids: Sequence[torch.Tensor], chunks: list[int], num_experts: int, per_rank: int, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(first place of each expert in each chunk [chunks, E], counts [E], offs [R, E_l + 1], summary [R + 1])."""
+    """(first row of each expert in each chunk [chunks, E], counts [E], offs [R, E_l + 1], summary [R + 1])."""
     device, num_ranks, total = topk_ids[0].device, len(topk_ids), sum(chunks)
     ints = {"dtype": torch.int32, "device": device}
     chunk_counts, bad = torch.empty(max(total, 1), num_experts, **ints), torch.empty(max(total, 1), **ints)
@@ -183,9 +188,9 @@ def _scan(
         if n:
             _count_kernel[(n,)](ids, chunk_counts, bad, first, ids.numel(), num_experts, CHUNK, bins)
         first += n
-    experts = min(16, triton.next_power_of_2(num_experts))
-    _scan_kernel[(ceil_div(num_experts, experts),)](chunk_counts, counts, total, num_experts, 256, experts)
-    _offsets_kernel[(num_ranks,)](
-        counts, offs, bad, summary, total, per_rank, alignment, triton.next_power_of_2(per_rank), 1024
-    )
+    experts = triton.next_power_of_2(per_rank)
+    _scan_kernel[(num_ranks,)](
+        chunk_counts, counts, offs, bad, summary, total, num_experts, per_rank, alignment, experts,
+        max(1, SCAN_TILE // experts), num_warps=8,
+    )  # fmt: skip
     return chunk_counts, counts, offs, summary

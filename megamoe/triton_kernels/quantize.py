@@ -11,6 +11,9 @@ from megamoe.quantize import FP8, QuantizedRows, QuantizedWeight, ceil_div
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.triton_kernels.numerics import as_int64, from_e4m3, inverse, magnitude_or_zero, scale_of, to_bf16, to_e4m3
 
+WEIGHT_WARPS, WEIGHT_REGISTERS = 16, 64
+"""Two programs an SM."""
+
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -59,10 +62,13 @@ def quantize_rows(x: torch.Tensor, recipe: Recipe) -> QuantizedRows:
 
 @triton.jit
 def _quantize_weight_kernel(
-    w, data, scale, data_t, scale_t, each, n, k, stride_e, stride_n, stride_k, row_blocks, n_blocks, k_blocks,
+    w, data, scale, words_t, scale_t, each, n, k, stride_e, stride_n, stride_k, row_blocks, n_blocks, k_blocks,
     TRANSPOSE: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """One 128 x 128 block of one expert; `row_blocks` of them cover one of the matrices stacked along N."""
+    """One 128 x 128 block of one expert; `row_blocks` of them cover one of the matrices stacked along N.
+
+    `words_t` is the transposed copy [E, K, N / 4] in 32-bit words; TRANSPOSE needs `each` to be a multiple of 4.
+    """
     pid = tl.program_id(0)
     kb = pid % k_blocks
     nb = pid // k_blocks % n_blocks
@@ -79,8 +85,13 @@ def _quantize_weight_kernel(
     tl.store(data + (e * n + rows64[:, None]) * k + cols[None, :], q, mask=mask)
     tl.store(scale + (e * n_blocks + nb) * k_blocks + kb, s)
     if TRANSPOSE:
-        # Stored to transposed addresses: some Triton releases corrupt e4m3 tiles that are transposed in registers.
-        tl.store(data_t + (e * k + cols64[None, :]) * n + rows[:, None], q, mask=mask)
+        # Four rows at a time as 32-bit words: Triton 3.6 corrupts tiles of bytes that change their layout on the way to
+        # transposed addresses (a quarter of the bytes of an fp32 weight on an H200).
+        shifted = q.to(tl.uint8, bitcast=True).to(tl.int32) << (tl.arange(0, 128) % 4 * 8)[:, None]
+        words = tl.sum(tl.reshape(shifted, (32, 4, 128)), axis=1)
+        quads = group * each + nb % row_blocks * 128 + tl.arange(0, 32) * 4
+        inside = (quads < (group + 1) * each)[:, None] & (cols < k)[None, :]
+        tl.store(words_t + (e * k + cols64[None, :]) * (n // 4) + (quads // 4)[:, None], words, mask=inside)
         tl.store(scale_t + (e * k_blocks + kb) * n_blocks + nb, s)
 
 
@@ -102,16 +113,16 @@ def _quantize_weight(
     n_blocks = row_groups * row_blocks
     data = torch.empty(e, n, k, dtype=FP8, device=w.device)
     scale = torch.empty(e, n_blocks, k_blocks, dtype=torch.float32, device=w.device)
-    data_t, scale_t = data, scale
+    words_t, scale_t = scale, scale
     if transpose:
-        data_t = torch.empty(e, k, n, dtype=FP8, device=w.device)
+        words_t = torch.empty(e, k, n // 4, dtype=torch.int32, device=w.device)
         scale_t = torch.empty(e, k_blocks, n_blocks, dtype=torch.float32, device=w.device)
     if data.numel():
         _quantize_weight_kernel[(e * n_blocks * k_blocks,)](
-            w, data, scale, data_t, scale_t, each, n, k, *w.stride(), row_blocks, n_blocks, k_blocks,
-            transpose, recipe.scale_format == "pow2", num_warps=16,
+            w, data, scale, words_t, scale_t, each, n, k, *w.stride(), row_blocks, n_blocks, k_blocks,
+            transpose, recipe.scale_format == "pow2", num_warps=WEIGHT_WARPS, maxnreg=WEIGHT_REGISTERS,
         )  # fmt: skip
-    copy = QuantizedWeight(data_t, scale_t, 1, row_groups) if transpose else None
+    copy = QuantizedWeight(words_t.view(FP8), scale_t, 1, row_groups) if transpose else None
     return QuantizedWeight(data, scale, row_groups), copy
 
 
@@ -138,9 +149,8 @@ def quantize_weight_with_transpose(
     if recipe.precision == "bf16":
         weight = QuantizedWeight(w.to(torch.bfloat16), None, row_groups)
         return weight, weight.transposed()
-    weight, copy = _quantize_weight(w, recipe, row_groups, transpose=True)
-    assert copy is not None
-    return weight, copy
+    weight, copy = _quantize_weight(w, recipe, row_groups, transpose=w.shape[1] // row_groups % 4 == 0)
+    return weight, weight.transposed() if copy is None else copy
 
 
 @triton.jit

@@ -24,6 +24,9 @@ from megamoe.triton_kernels.numerics import (
     to_e4m3,
 )
 
+TILE_ROWS = 32
+BACKWARD_TILE_ROWS, BACKWARD_WARPS = 16, 4
+
 
 @triton.jit
 def _store_quantized(v, data, at, mask, scale, row_mask, SCALED: tl.constexpr, POW2: tl.constexpr):
@@ -70,19 +73,17 @@ def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Quant
     h = torch.empty(rows, inter, dtype=FP8 if scaled else torch.bfloat16, device=gate_up.device)
     scale = torch.empty(blocks, rows, dtype=torch.float32, device=gate_up.device) if scaled else weight
     if h.numel():
-        tile_rows = 32
-        _swiglu_kernel[(ceil_div(rows, tile_rows) * blocks,)](
+        _swiglu_kernel[(ceil_div(rows, TILE_ROWS) * blocks,)](
             gate_up.contiguous(), weight.contiguous(), h, scale, rows, inter, recipe.clamp or 0.0, scaled,
-            recipe.scale_format == "pow2", tile_rows, enable_fp_fusion=False,
+            recipe.scale_format == "pow2", TILE_ROWS, enable_fp_fusion=False,
         )  # fmt: skip
     return QuantizedRows(h, scale if scaled else None, k_major=True)
 
 
 @triton.jit
 def _fold(x, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """The upper half of the columns added onto the lower one."""
-    lower, upper = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
-    return lower + upper
+    """The upper half of the columns added onto the lower one: a sum of two is exact in any order."""
+    return tl.sum(tl.reshape(x, (ROWS, 2, HALF)), axis=1)
 
 
 @triton.jit
@@ -146,11 +147,10 @@ def swiglu_backward(dh: torch.Tensor, gate_up: torch.Tensor, weight: torch.Tenso
         d_gate_up = torch.empty(rows, 2 * inter, dtype=FP8, device=dh.device)
         scale = torch.empty(2 * blocks, rows, dtype=torch.float32, device=dh.device)
     if dh.numel():
-        tile_rows = 16
-        _swiglu_backward_kernel[(ceil_div(rows, tile_rows),)](
+        _swiglu_backward_kernel[(ceil_div(rows, BACKWARD_TILE_ROWS),)](
             dh.contiguous(), gate_up.contiguous(), weight.contiguous(), d_gate_up, scale, d_gate_up_bf16,
             weighted_act, d_weight, rows, inter, recipe.clamp or 0.0, scaled, recipe.scale_format == "pow2",
-            tile_rows, enable_fp_fusion=False,
+            BACKWARD_TILE_ROWS, enable_fp_fusion=False, num_warps=BACKWARD_WARPS,
         )  # fmt: skip
     else:
         d_weight.zero_()

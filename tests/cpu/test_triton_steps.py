@@ -75,17 +75,18 @@ def test_every_bf16_value_rounds_to_the_byte_of_torch(device):
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES, ids=lambda r: r.scale_format)
-@pytest.mark.parametrize("groups,n,k", [(1, 128, 256), (2, 144, 200), (2, 512, 128)])
+@pytest.mark.parametrize("groups,n,k", [(1, 128, 256), (2, 144, 200), (2, 512, 128), (1, 130, 64), (2, 20, 300)])
 def test_quantize_weight_and_its_transposed_copy(recipe, groups, n, k, device):
     w = torch.randn(2, n, k)
     w[1, :128, :128] = 0.0
     want = torch_steps.quantize_weight(w, recipe, groups)
     assert_same_quantized(triton_kernels.quantize_weight(w.to(device), recipe, groups), want, "w")
-    got, copy = triton_kernels.quantize_weight_with_transpose(w.bfloat16().to(device), recipe, groups)
-    want = torch_steps.quantize_weight(w.bfloat16(), recipe, groups)
-    assert_same_quantized(got, want, "w")
-    assert_same_quantized(copy, want.transposed(), "transposed")
-    assert (got.row_groups, copy.col_groups) == (groups, groups)
+    for v in (w, w.bfloat16(), w.half()):
+        got, copy = triton_kernels.quantize_weight_with_transpose(v.to(device), recipe, groups)
+        want = torch_steps.quantize_weight(v, recipe, groups)
+        assert_same_quantized(got, want, "w")
+        assert_same_quantized(copy, want.transposed(), "transposed")
+        assert (got.row_groups, copy.col_groups) == (groups, groups)
 
 
 def test_the_transposed_copy_holds_all_byte_values(device):
@@ -201,6 +202,15 @@ def test_dispatch_and_combine(spec, precision, device):
         assert_bitwise(out.cpu(), torch_steps.combine(ys, plan, r), "out")
         dp = triton_kernels.combine_weight_grads([g.to(device) for g in grads], moved, r)
         assert_bitwise(dp.cpu(), torch_steps.combine_weight_grads(grads, plan, r), "dp")
+
+
+def test_rows_that_are_no_whole_words_are_copied_byte_by_byte(device):
+    problem = make_problem(ProblemSpec((9, 4), 130, 128, 4, 2))
+    plan = torch_steps.make_plan(problem.topk_ids, 4)
+    sources = [torch_steps.quantize_rows(x, Recipe()) for x in problem.xs]
+    for mine, there in zip(plan.ranks, plans_to(plan, device).ranks, strict=True):
+        got = triton_kernels.dispatch([quantized_to(s, device) for s in sources], there)
+        assert_same_quantized(got, torch_steps.dispatch(sources, mine), "pool")
 
 
 def test_combine_marks_rows_behind_the_pool(device):
