@@ -12,7 +12,8 @@ CHUNK = 256  # columns of a warp, 8 a lane
 
 @cute.jit
 def combine(k, who: Int32, num_warps: Int32):
-    """Sums the tokens of this rank. who: this warp's number among the num_warps of the grid that take part."""
+    """Sums the tokens of this rank. who: this warp's number among the num_warps of the grid that take part. Returns 1,
+    or 0 if the call is over."""
     # writers: the couriers of all CTAs of all ranks, behind their last row of y (sys)
     since = trace.begin(k)
     target = k.num_ranks * k.num_ctas
@@ -38,6 +39,7 @@ def combine(k, who: Int32, num_warps: Int32):
     if const_expr(k.config.trace):
         if k.tid == 128:
             trace.event(k, trace.MATH, trace.SUM, since)
+    return ok
 
 
 @cute.jit

@@ -7,7 +7,7 @@ neighbours (`weights.row_order`). So four threads write 64 contiguous bytes of b
 
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute, range_constexpr
 
-from cute_kernels import memory, numerics, schedule
+from cute_kernels import flags, memory, numerics, schedule
 from cute_kernels.prologue import CODE_BITS
 
 
@@ -102,3 +102,11 @@ def store_y(k, t, wave, n, slot):
 def store_y_block(acc, block, half, at: Int64):
     for group in range_constexpr(2):
         memory.store_vector(at + (block * 256 + group * 64), numerics.pack(columns(acc, block, group, half), BFloat16))
+
+
+@cute.jit
+def count_tile(k, counter: Int64):
+    """For the stores of h by all math warps, which have arrived at `ended`; reader: the schedulers of this block's
+    GEMM-2 tiles, on this rank. By the courier."""
+    if k.lane == 0:
+        flags.add_release(counter, 1, "gpu")

@@ -101,30 +101,36 @@ class FusedForward:
         Of this rank only: pool [P, H], h [P, I] e4m3; pool_s [H / 128, P],
         hs [I / 128, P] f32; codes [P] i32, p [P] f32; offs [E_l + 1], counts [E_l] i32; gate_up [P, 2I] bf16 (any,
         unless saved); trace i64 (trace.num_words, or any); base: this rank's blob. timeout: in units of 1024 ns."""
-        config = self.config
+        tensors = (x, ids, weights, s13, s2, out, peers, pool, pool_s, h, hs, codes, p, offs, counts, gate_up, trace)
+        sizes = (base, rank, top_k, num_experts, max_tokens, num_ctas, timeout)
+        self.start((pool, w13, h, w2), tensors, sizes, limit, stream)
+
+    def start(self, operands, tensors, sizes, limit, stream):
+        """Launches. operands: A and weights of either GEMM; tensors: what bind_arguments unpacks."""
+        stages = self.config.stages
         tile = (TILE_M, TILE_N, BLOCK)
-        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, config.stages)
-        b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, config.stages)
+        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, stages)
+        b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, stages)
 
         def tma(tensor, rows):
             box = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 64, BLOCK), Float8E4M3FN, 1)
             op = cpasync.CopyBulkTensorTileG2SOp()
             return cpasync.make_tiled_tma_atom(op, tensor, cute.slice_(box, (None, None, 0)), (rows, BLOCK))
 
-        maps1 = (*tma(pool, TILE_M), *tma(w13, TILE_N))
-        maps2 = (*tma(h, TILE_M), *tma(w2, TILE_N))
-        num_ranks = peers.shape[0]
+        pool, weights_1, h, weights_2 = operands
+        maps1 = (*tma(pool, TILE_M), *tma(weights_1, TILE_N))
+        maps2 = (*tma(h, TILE_M), *tma(weights_2, TILE_N))
+        base, rank, top_k, num_experts, max_tokens, num_ctas, timeout = sizes
         places = ws.layout(
             self.problem.hidden,
             Int64(max_tokens),
             Int64(top_k),
             Int64(num_experts),
-            Int64(num_ranks),
+            Int64(tensors[6].shape[0]),  # peers
             Int64(num_ctas),
             Int64(pool.shape[0] // TILE_M),
         )
         self.shared = self.shared_storage(a_layout, b_layout)
-        tensors = (x, ids, weights, s13, s2, out, peers, pool, pool_s, h, hs, codes, p, offs, counts, gate_up, trace)
         sizes = (base, rank, top_k, num_experts, num_ctas, timeout)
         self.kernel(maps1, maps2, tensors, sizes, tuple(places), limit, a_layout, b_layout).launch(
             grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
@@ -194,16 +200,32 @@ class FusedForward:
                 loader.scheduler(k)
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
-            mainloop.math(k, epilogues.forward)
-            combine.combine(k, k.cta * 8 + k.warp - 4, k.num_ctas * 8)
+            mainloop.math(k, self.finish)
+            self.collect(k)
+
+    # ---------------------------------------------------------------- what the directions differ in
+
+    def finish(self, k, t, wave, kind, slot, stage):
+        """The epilogue of a tile's wave (see mainloop.math)."""
+        epilogues.forward(k, t, wave, kind, slot)
+
+    def tile_done(self, k, counter, row):
+        """A GEMM-1 tile of the block at `row` has been stored. By all lanes of the courier."""
+        epilogues.count_tile(k, counter)
+
+    def collect(self, k):
+        """What the math warps do at the end: the results of this rank's tokens."""
+        combine.combine(k, k.cta * 8 + k.warp - 4, k.num_ctas * 8)
+
+    # ---------------------------------------------------------------- set-up
 
     def bind_arguments(self, k, tensors, sizes, places, limit):
         """This thread's place, run-time sizes, tensors."""
-        k.problem, k.config, k.unroll = self.problem, self.config, self.unroll
+        k.problem, k.config, k.unroll, k.direction = self.problem, self.config, self.unroll, self
         k.batch, k.pieces = self.config.batch(self.problem), self.config.pieces(self.problem)
         k.piece_blocks, k.slot_bytes = self.config.piece_blocks(self.problem), self.config.slot_bytes(self.problem)
         k.x, k.ids, k.weights, k.s13, k.s2, k.out, k.peers, k.pool, k.pool_s, k.h, k.hs = tensors[:11]
-        k.codes, k.p, k.offs_g, k.counts_g, k.gate_up, k.trace = tensors[11:]
+        k.codes, k.p, k.offs_g, k.counts_g, k.gate_up, k.trace = tensors[11:17]
         k.pool_base = k.pool.iterator.toint()
         k.p_words = cute.make_tensor(cute.recast_ptr(k.p.iterator, dtype=Int32), k.p.layout)
         k.base, k.rank, k.top_k, k.num_experts, k.num_ctas, timeout = sizes

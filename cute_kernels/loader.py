@@ -215,17 +215,16 @@ def courier(k):
     that this CTA has stored everything that it stores for this call."""
     done = k.base + k.layout.done + Int64(k.parity * k.max_blocks) * 4
     slot, lap = Int32(0), Int32(0)
+    tile_done = k.direction.tile_done
     going = Int32(1)
     while going == 1:
         cute.arch.mbarrier_wait(k.ended + slot, lap)
         kind, row = Int32(k.ring[2, slot]), Int32(k.ring[0, slot])
         cute.arch.sync_warp()
         since = trace.begin(k)
+        if kind == schedule.GEMM1:
+            tile_done(k, done + Int64(row // TILE_M) * 4, row)
         if k.lane == 0:
-            if kind == schedule.GEMM1:
-                # for the stores of h by all math warps, which have arrived at `ended`; reader: the schedulers of this
-                # block's GEMM-2 tiles, on this rank
-                flags.add_release(done + Int64(row // TILE_M) * 4, 1, "gpu")
             cute.arch.mbarrier_arrive(k.free + slot)
             trace.event(k, trace.COURIER, trace.ANNOUNCE, since, row // TILE_M)
         slot, lap = advance(slot, lap, k.config.ring)

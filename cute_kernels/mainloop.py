@@ -53,8 +53,8 @@ class MathThread:
 
 @cute.jit
 def math(k, finish):
-    """All tiles of this CTA. finish(k, t, wave, kind, slot): a strategy's epilogue, called for either wave of a tile as
-    soon as its accumulators t.accs[wave] are final."""
+    """All tiles of this CTA. finish(k, t, wave, kind, slot, stage): a strategy's epilogue, called for either wave of a
+    tile as soon as its accumulators t.accs[wave] are final; stage: of the wave in flight."""
     t = MathThread(k)
     accs, stages = t.accs, k.config.stages
     problem = k.problem
@@ -82,7 +82,7 @@ def math(k, finish):
                 issue(t, 1, here)
                 if const_expr(u == k.unroll - 1):
                     if body == bodies - 1:
-                        finish(k, t, 0, kind, slot)
+                        finish(k, t, 0, kind, slot, here)
                 # The next k-block, or the next tile's first, or behind the last tile an empty stage: the wave issued
                 # then reads stale memory and is dropped
                 scale_1 = scale[1]
@@ -101,7 +101,7 @@ def math(k, finish):
                     cute.arch.mbarrier_arrive(release)
                 retire(t, 1, scale_1)
                 issue(t, 0, next_stage)
-        finish(k, t, 1, kind, slot)
+        finish(k, t, 1, kind, slot, 0 if k.unroll % stages == 0 else stage)
         # every warp's stores of this tile stand before this arrival; reader: the courier
         cute.arch.sync_warp()
         if k.lane == 0:

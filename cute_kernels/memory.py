@@ -16,6 +16,11 @@ def bulk_store(dst: Int64, src: Int32, num_bytes) -> None:
     cute.arch.inline_ptx(BULK_STORE, read_only_args=[dst, src, Int32(num_bytes)])
 
 
+def prefetch(address: Int64) -> None:
+    """Brings a line of 128 bytes into L2."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
 def float_at(address: Int64):
     """Pointer to an fp32 in global memory."""
     return cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)

@@ -30,9 +30,14 @@ def reciprocal(scale: Float32) -> Float32:
     )
 
 
+def sigmoid(x: Float32) -> Float32:
+    """rcp.approx(1 + ex2.approx(-x log2 e))"""
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * NEGATIVE_LOG2_E, fastmath=True))
+
+
 def silu(x: Float32) -> Float32:
-    """x * sigmoid(x), with sigmoid = rcp.approx(1 + ex2.approx(-x log2 e))."""
-    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(x * NEGATIVE_LOG2_E, fastmath=True))
+    """x * sigmoid(x)"""
+    return x * sigmoid(x)
 
 
 def clamp_max(x: Float32, limit: Float32) -> Float32:

@@ -53,7 +53,8 @@ def row_order(kind: str, rows: int) -> torch.Tensor:
     return (first + w * 64 + wave[None, None, None, :]).reshape(-1)
 
 
-def _permute(q_ENK: torch.Tensor, kind: str) -> torch.Tensor:
+def permute_rows(q_ENK: torch.Tensor, kind: str) -> torch.Tensor:
+    """[E, N, K] in the kernel's row order (`row_order(kind, N)`), padded with zeros to whole tiles; a new tensor."""
     experts, rows, width = q_ENK.shape
     order = row_order(kind, rows).to(q_ENK.device)
     data = q_ENK.view(torch.uint8)
@@ -62,7 +63,7 @@ def _permute(q_ENK: torch.Tensor, kind: str) -> torch.Tensor:
     return data[:, order].contiguous().view(q_ENK.dtype)
 
 
-def _tile_scales(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def tile_scales(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Scales [E, tiles, k-blocks] of a tile's two blocks -> [E, k-blocks, tiles, 4]; the other two words pad a bulk
     copy to its least size."""
     none = torch.zeros_like(first)
@@ -81,8 +82,8 @@ def prepare_weights(w13_E2IH: torch.Tensor, s13: torch.Tensor, w2_EHI: torch.Ten
     pad = hidden // BLOCK % 2
     s2 = torch.nn.functional.pad(s2, (0, 0, 0, pad))
     return KernelWeights(
-        _permute(w13_E2IH, GATE_UP),
-        _tile_scales(s13[:, :half], s13[:, half:]),
-        _permute(w2_EHI, ROWS),
-        _tile_scales(s2[:, 0::2], s2[:, 1::2]),
+        permute_rows(w13_E2IH, GATE_UP),
+        tile_scales(s13[:, :half], s13[:, half:]),
+        permute_rows(w2_EHI, ROWS),
+        tile_scales(s2[:, 0::2], s2[:, 1::2]),
     )
