@@ -2,7 +2,7 @@
 
 Counted, per process: weights, the copies of them that GEMMs read, what a forward keeps for the backward, and what is
 alive beside that at each stage of the unfused path (`megamoe.unfused`), whose peak this is. Not counted: x and the
-gradient of out, which the caller holds, and what a kernel needs only while it runs.
+gradient of out, which the caller holds, cuBLAS's workspaces, and what a kernel needs only while it runs.
 """
 
 from __future__ import annotations
@@ -422,9 +422,10 @@ def _backward(ledger: _Ledger, name: str, call: _Call, save: SaveMode) -> None:
         ledger.hold(_passing(call.gate_up))
     dh = Item("~dh", 4 * call.rows * call.inter, "P * I * 4")
     done = call.local - 1  # virtual ranks before the last
+    quantised = call.activations(call.rows, 2 * call.inter, 2) * call.local
     ledger.hold(
         dh,
-        Item("~dgate/dup", call.activations(call.rows, 2 * call.inter, 2) * call.local, "P * 2I and scales"),
+        Item("~dgate/dup", quantised if call.options.precision == "fp8" else 0, "P * 2I and scales"),
         Item("~dgate/dup, bf16", 4 * call.rows * call.inter * call.local, "P * 2I * 2"),
         Item("~weighted activations", 2 * call.rows * call.inter * call.local, "P * I * 2"),
         call.rows_of("~dX rows", done),

@@ -61,6 +61,9 @@ class Watched:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
+            if name == "swiglu_backward" and result.d_gate_up.scale is None:  # one tensor in bf16, as in the kernels
+                rows = dataclasses.replace(result.d_gate_up, data=result.d_gate_up_bf16)
+                result = dataclasses.replace(result, d_gate_up=rows)
             for tensor in tensors_in(result):
                 storage = tensor.untyped_storage()
                 self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
