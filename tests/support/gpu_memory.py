@@ -35,7 +35,7 @@ class MemoryCase:
 
 
 def measure_peak(case: MemoryCase) -> int:
-    """Peak bytes of a forward, and of its backward unless save is "none", above x, the gradient of out and cuBLAS's own."""
+    """Peak bytes of a forward, and of its backward unless save is "none", above x and the gradient of out."""
     save = "pool" if case.save == "none" else case.save
     device = torch.device("cuda")
     layer = MegaMoE(
