@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
 
 from .wgrad_config import TransposeConfig
 
@@ -14,10 +15,12 @@ AMAX_FLOOR = 2.0**-100
 class QuantizeTransposed:
     """x [P, width] -> q [P / 128, width, 128] e4m3 and its scales.
 
-    A CTA takes one tile of 128 x 128; a thread holds 8 rows x 8 columns of it. Scales follow the recipe: fp32,
-    amax / 448, an IEEE reciprocal, round to nearest with saturation. Rows behind an expert's last one are never read
-    and become zeros; blocks without rows are left alone. The tile turns in shared memory: 8 rows of a column are one
-    8-byte word, word w of column k at place w ^ (k / 8), free of bank conflicts both ways.
+    A CTA takes one tile of 128 x 128: TMA brings it to shared memory, where a thread reads its 8 rows x 8 columns
+    twice, for the largest magnitudes and to quantise. Not kept in registers between, so that enough CTAs fit on an SM
+    to keep the memory busy. Scales follow the recipe: fp32, amax / 448, an IEEE reciprocal, round to nearest with
+    saturation. Rows behind an expert's last one become zeros; blocks without rows are left alone. The tile turns in
+    shared memory: 8 rows of a column are one 8-byte word, word w of column k at place w ^ (k / 8), free of bank
+    conflicts both ways.
 
     Scales: one a column: [P / 128, width]; square: [P / 128, ceil(width / 256), 4], two used.
     """
@@ -25,79 +28,105 @@ class QuantizeTransposed:
     def __init__(self, config: TransposeConfig):
         assert config.width % 128 == 0 and config.source in ("bf16", "fp8")
         self.config = config
+        self.dtype = BFloat16 if config.source == "bf16" else Float8E4M3FN
+        self.has_scales = config.source == "fp8"
 
     @cute.jit
     def __call__(self, x: cute.Tensor, scales, block_rows: cute.Tensor, q: cute.Tensor, s: cute.Tensor, stream):
+        box = cute.make_layout((128, 128), stride=(128, 1))
+        tma, x_map = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (128, 128))
+
         @cute.struct
         class Shared:
+            raw: cute.struct.Align[cute.struct.MemRange[self.dtype, 128 * 128], 128]
             tile: cute.struct.Align[cute.struct.MemRange[Int64, 128 * 16], 128]
             amax: cute.struct.Align[cute.struct.MemRange[Float32, 8 * 128], 16]
             inv: cute.struct.Align[cute.struct.MemRange[Float32, 128], 16]
+            row_scales: cute.struct.Align[cute.struct.MemRange[Float32, 128], 16]
+            full: cute.struct.MemRange[Int64, 1]
 
         self.shared = Shared
-        self.kernel(x, scales, block_rows, q, s).launch(
+        self.kernel(tma, x_map, scales, block_rows, q, s).launch(
             grid=[self.config.width // 128, q.shape[0], 1],
             block=[THREADS, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, x, scales, block_rows, q, s):
+    def kernel(self, tma, x_map, scales, block_rows, q, s):
         tid, _, _ = cute.arch.thread_idx()
         column_block, block, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
         shared = smem.allocate(self.shared)
+        raw = shared.raw.get_tensor(cute.make_layout((128, 128), stride=(128, 1)))
         tile = shared.tile.get_tensor(cute.make_layout((16, 128)))
         amax = shared.amax.get_tensor(cute.make_layout((128, 8)))
         inv = shared.inv.get_tensor(cute.make_layout(128))
+        row_scales = shared.row_scales.get_tensor(cute.make_layout(128))
+        full = shared.full.data_ptr()
+        if tid < 32:
+            # before it is known whether the block has rows: one trip to memory less
+            self.load(tma, x_map, raw, full, column_block, block)
         rows = block_rows[block]
+        if const_expr(self.has_scales):
+            if tid < 128:
+                row_scales[tid] = scales[column_block, block * 128 + tid]
+        cute.arch.sync_threads()
+        cute.arch.mbarrier_wait(full, 0)
         if rows > 0:
-            raw, row_scales = self.read(x, scales, rows, column_block, block, tid)
-            values = self.convert(raw, row_scales)
-            self.reduce(values, amax, tid)
+            if rows < 128:
+                self.zero_pads(raw, row_scales, rows, tid)
+            self.reduce(raw, row_scales, amax, tid)
             self.make_scales(amax, inv, s, column_block, block, tid)
-            self.write(values, inv, tile, q, column_block, block, tid)
+            self.write(raw, row_scales, inv, tile, q, column_block, block, tid)
 
     @cute.jit
-    def read(self, x, scales, rows, column_block, block, tid):
-        """This thread's 8 rows x 8 columns as they are, and the scales of its rows (None: no scales)."""
-        dtype = BFloat16 if const_expr(self.config.source == "bf16") else Float8E4M3FN
-        width = self.config.width
-        first = tid // 16 * 8
-        pointer = x.iterator + (Int64(block * 128 + first) * width + column_block * 128 + tid % 16 * 8)
-        raw = cute.make_rmem_tensor(cute.make_layout((8, 8)), dtype)
-        row_scales = None
-        if const_expr(scales is not None):
-            row_scales = cute.make_rmem_tensor(8, Float32)
-        for i in cutlass.range_constexpr(8):
-            if first + i < rows:
-                at = (pointer + i * width).align(8 * dtype.width // 8)
-                cute.autovec_copy(cute.make_tensor(at, cute.make_layout(8)), raw[None, i])
-                if const_expr(scales is not None):
-                    row_scales[i] = scales[column_block, block * 128 + first + i]
-            else:
-                raw[None, i].fill(dtype(0.0))
-                if const_expr(scales is not None):
-                    row_scales[i] = Float32(0.0)
-        return raw, row_scales
+    def load(self, tma, x_map, raw, full, column_block, block):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(full, 1)
+        cute.arch.mbarrier_init_fence()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 128 * 128 * self.dtype.width // 8)
+        g = cute.group_modes(cute.local_tile(x_map, (128, 128), (None, None)), 0, 2)
+        to, start = cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(raw, 0, 2), g)
+        cute.copy(tma, start[None, block, column_block], to, tma_bar_ptr=full)
 
     @cute.jit
-    def convert(self, raw, row_scales):
-        """[row][column] of this thread in fp32. Kept: converting again for the second use would cost more issue slots
-        than memory leaves (e4m3 goes through fp16)."""
-        rows = []
+    def zero_pads(self, raw, row_scales, rows, tid):
+        """Pad rows and their scales hold anything, NaN too, and become zero."""
+        words = cute.make_tensor(
+            cute.recast_ptr(raw.iterator, dtype=Int64), cute.make_layout(2048 * self.dtype.width // 8)
+        )
+        i = rows * (16 * self.dtype.width // 8) + tid
+        while i < 2048 * self.dtype.width // 8:
+            words[i] = Int64(0)
+            i += THREADS
+        if const_expr(self.has_scales):
+            if (tid >= rows) & (tid < 128):
+                row_scales[tid] = Float32(0.0)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def values(self, raw, row_scales, tid):
+        """[row][column] of this thread's 8 x 8 in fp32."""
+        values = []
         for i in cutlass.range_constexpr(8):
+            row = tid // 16 * 8 + i
+            x = cute.make_rmem_tensor(8, self.dtype)
+            at = (raw.iterator + (row * 128 + tid % 16 * 8)).align(8 * self.dtype.width // 8)
+            cute.autovec_copy(cute.make_tensor(at, cute.make_layout(8)), x)
             v = cute.make_rmem_tensor(8, Float32)
-            v.store(raw[None, i].load().to(Float32))
-            if const_expr(row_scales is None):
-                rows.append([v[j] for j in range(8)])
+            v.store(x.load().to(Float32))
+            if const_expr(self.has_scales):
+                values.append([v[j] * row_scales[row] for j in range(8)])
             else:
-                rows.append([v[j] * row_scales[i] for j in range(8)])
-        return rows
+                values.append([v[j] for j in range(8)])
+        return values
 
     @cute.jit
-    def reduce(self, values, amax, tid):
+    def reduce(self, raw, row_scales, amax, tid):
         """amax[column, warp]: over the 16 rows of each warp. NaN is ignored, as the recipe says."""
+        values = self.values(raw, row_scales, tid)
         top = [Float32(0.0) for _ in range(8)]
         for i in cutlass.range_constexpr(8):
             top = [cute.arch.fmax(top[j], cute.math.absf(values[i][j])) for j in range(8)]
@@ -134,8 +163,9 @@ class QuantizeTransposed:
         cute.arch.sync_threads()
 
     @cute.jit
-    def write(self, values, inv, tile, q, column_block, block, tid):
+    def write(self, raw, row_scales, inv, tile, q, column_block, block, tid):
         c, g = tid % 16, tid // 16
+        values = self.values(raw, row_scales, tid)
         for j in cutlass.range_constexpr(8):
             scale = inv[c * 8 + j]
             x = cute.make_rmem_tensor(8, Float32)
