@@ -278,15 +278,18 @@ def _cat_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def block_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """sum over channels of a * b, fp32 [rows], in the recipe's order.
 
-    Inside 128 channels the upper half is folded onto the lower one until one value is left (64, 32, 16, 8, 4, 2, 1);
-    the blocks are then added ascending.
+    Inside 128 channels four quarters of 32 are added ascending, then the 32 sums at distance 4, 2, 1, 8 and 16 (which is
+    how a thread's and a quad's accumulators lie in the fused kernel); the blocks are then added ascending.
     """
     rows, channels = a.shape
-    product = torch.nn.functional.pad(a * b, (0, -channels % BLOCK)).view(rows, -(-channels // BLOCK), BLOCK)
-    while product.shape[2] > 1:
-        half = product.shape[2] // 2
-        product = product[:, :, :half] + product[:, :, half:]
+    blocks = -(-channels // BLOCK)
+    product = torch.nn.functional.pad(a * b, (0, -channels % BLOCK)).view(rows, blocks, 4, 4, 8)
+    x = ((product[:, :, 0] + product[:, :, 1]) + product[:, :, 2]) + product[:, :, 3]
+    for half in (4, 2, 1):
+        x = x[..., :half] + x[..., half:]
+    x = x[..., 0]
+    x = (x[..., 0] + x[..., 1]) + (x[..., 2] + x[..., 3])
     total = torch.zeros(rows, dtype=torch.float32, device=a.device)
-    for block in range(product.shape[1]):
-        total = total + product[:, block, 0]
+    for block in range(blocks):
+        total = total + x[:, block]
     return total

@@ -81,17 +81,26 @@ def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Quant
 
 
 @triton.jit
-def _fold(x, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """The upper half of the columns added onto the lower one: a sum of two is exact in any order."""
-    return tl.sum(tl.reshape(x, (ROWS, 2, HALF)), axis=1)
+def _halves(x, ROWS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):
+    """Columns seen as [BEFORE, 2, AFTER]: those with 0 and those with 1 in the middle, [ROWS, BEFORE * AFTER] each."""
+    lower, upper = tl.split(tl.permute(tl.reshape(x, (ROWS, BEFORE, 2, AFTER)), (0, 1, 3, 2)))
+    return tl.reshape(lower, (ROWS, BEFORE * AFTER)), tl.reshape(upper, (ROWS, BEFORE * AFTER))
+
+
+@triton.jit
+def _fold(x, ROWS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):
+    lower, upper = _halves(x, ROWS, BEFORE, AFTER)
+    return lower + upper
 
 
 @triton.jit
 def _fold_128(x, ROWS: tl.constexpr):
-    """The sum of 128 columns in the recipe's order, [ROWS]."""
-    x = _fold(_fold(_fold(x, ROWS, 64), ROWS, 32), ROWS, 16)
-    x = _fold(_fold(_fold(_fold(x, ROWS, 8), ROWS, 4), ROWS, 2), ROWS, 1)
-    return tl.reshape(x, (ROWS,))
+    """The sum of 128 columns in the recipe's order, [ROWS]: quarters of 32 ascending, then distances 4, 2, 1, 8, 16."""
+    lower, upper = _halves(x, ROWS, 1, 64)
+    q0, q1 = _halves(lower, ROWS, 1, 32)
+    q2, q3 = _halves(upper, ROWS, 1, 32)
+    x = _fold(_fold(_fold(((q0 + q1) + q2) + q3, ROWS, 4, 4), ROWS, 4, 2), ROWS, 4, 1)
+    return tl.reshape(_fold(_fold(x, ROWS, 2, 1), ROWS, 1, 1), (ROWS,))
 
 
 @triton.jit

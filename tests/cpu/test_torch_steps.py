@@ -199,10 +199,11 @@ def test_block_dot_follows_its_stated_order(channels):
     a, b = torch.randn(5, channels), torch.randn(5, channels)
 
     def fold(values: list[torch.Tensor]) -> torch.Tensor:
-        while len(values) > 1:
-            half = len(values) // 2
-            values = [x + y for x, y in zip(values[:half], values[half:], strict=True)]
-        return values[0]
+        first, second, third, fourth = (values[i : i + 32] for i in range(0, 128, 32))
+        x = {c: ((first[c] + second[c]) + third[c]) + fourth[c] for c in range(32)}
+        for distance in (4, 2, 1, 8, 16):
+            x = {c: x[c] + x[c + distance] for c in x if not c & distance}
+        return x[0]
 
     for row in range(5):
         product = [*(a[row] * b[row]), *[torch.tensor(0.0)] * (-channels % 128)]
