@@ -10,7 +10,7 @@ Several virtual ranks on one GPU are `LocalWorld(...).workspaces`, and lists of 
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -335,10 +335,16 @@ def fused_forward(
         tensors.append(workspace.peers if traces is None else traces[r])
         calls.append((*tensors, *kernel_sizes(workspace, timeout_s), float(clamp or 0.0)))
         results.append(ForwardResult(out, buffers))
-    if streams is None or len(workspaces) == 1:
+    launch_ranks(launch, calls, streams)
+    return results
+
+
+def launch_ranks(launch: Callable, calls: Sequence[Sequence], streams: Sequence[torch.cuda.Stream] | None) -> None:
+    """Launches each rank's call: one on the current stream, several on streams forked from it and joined with it."""
+    if streams is None or len(calls) == 1:
         for call in calls:
             launch(*call)
-        return results
+        return
     current = torch.cuda.current_stream()
     for stream in streams:
         stream.wait_stream(current)
@@ -347,7 +353,6 @@ def fused_forward(
             launch(*call)
     for stream in streams:
         current.wait_stream(stream)
-    return results
 
 
 def kernel_tensors(
