@@ -1,0 +1,52 @@
+"""The Triton kernels compiled for SM90, which needs no GPU: no spills, tensor cores, TMA, the right approximations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHARED_BYTES = 232_448
+MAY_SPILL = {"_scaled_gemm_kernel": 104, "_quantize_weight_kernel": 32}
+"""Bytes a thread; what they pay for is a second program an SM (measured on an H200, November 2026)."""
+
+
+def compile_kernels(*options: str, cache: Path) -> list[dict]:
+    """In a process of its own: this one may run under the interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "tests.support.triton_compile_all", *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(kernels: list[dict]) -> None:
+    for kernel in kernels:
+        assert kernel["spill_bytes"] <= MAY_SPILL.get(kernel["name"], 0), kernel
+        assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
+    by_name: dict[str, list[dict]] = {}
+    for kernel in kernels:
+        by_name.setdefault(kernel["name"], []).append(kernel)
+    assert all(k["fp8_mma"] and k["tma_loads"] for k in by_name["_scaled_gemm_kernel"])
+    assert all(k["bf16_mma"] and k["tma_loads"] for k in by_name["_plain_gemm_kernel"] + by_name["_wgrad_kernel"])
+    assert all(k["approximate"] for name in ("_swiglu_kernel", "_swiglu_backward_kernel") for k in by_name[name])
+    assert all(k["saturating"] for name in ("_quantize_rows_kernel", "_quantize_weight_kernel") for k in by_name[name])
+    for k in by_name["_swiglu_kernel"] + by_name["_swiglu_backward_kernel"]:  # products and sums round one by one
+        assert not k["contracted"], k
+        assert k["saturating"] or not k["ffma"], f"{k}: only the reciprocal of a scale has any"
+
+
+def test_every_kernel_compiles(tmp_path):
+    check(compile_kernels(cache=tmp_path))
+
+
+@pytest.mark.compile_all
+def test_every_configuration_compiles(tmp_path):
+    check(compile_kernels("--all", cache=tmp_path))
