@@ -7,6 +7,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, const
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from . import numerics
 from .wgrad_config import RING, RING_WORDS, STAGES, THREADS, TILE_M, TILE_N, WgradConfig, locate_tile
 
 WAVE_N = TILE_N // 2  # columns that are stored together, and in FP8 multiplied together
@@ -254,7 +255,7 @@ class WgradGemm:
             sub = lane % 16
             at = base + sub * ROW_BYTES + ((lane // 16) ^ (sub % 8)) * 16
             for j in cutlass.range_constexpr(0, self.chunk_n // 8, 2):
-                v = cute.recast_tensor(self.pack([values[4 * j + i] for i in range(8)]), Uint32)
+                v = cute.recast_tensor(numerics.pack([values[4 * j + i] for i in range(8)], self.out_dtype), Uint32)
                 cute.arch.inline_ptx(
                     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                     read_only_args=[at ^ (j * 16), v[0], v[1], v[2], v[3]],
@@ -286,15 +287,6 @@ class WgradGemm:
                 cute.autovec_copy(cute.make_tensor(at, cute.make_layout(2)), old)
                 sums += [values[4 * j + 2 * half + b] + Float32(old[b]) for b in range(2)]
         return sums
-
-    def pack(self, values):
-        """Registers of the output type, converted from a list of floats."""
-        x = cute.make_rmem_tensor(len(values), Float32)
-        for i, v in enumerate(values):
-            x[i] = v
-        y = cute.make_rmem_tensor(len(values), self.out_dtype)
-        y.store(x.load().to(self.out_dtype))
-        return y
 
 
 class WgradBf16(WgradGemm):

@@ -5,11 +5,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from . import numerics
 from .wgrad_config import TransposeConfig
 
 THREADS = 256
-FP8_MAX = 448.0
-AMAX_FLOOR = 2.0**-100
 
 
 class QuantizeTransposed:
@@ -153,8 +152,8 @@ class QuantizeTransposed:
             for w in cutlass.range_constexpr(4):
                 top = cute.arch.fmax(top, amax[w, 0])
         if tid < 128:
-            scale = cute.arch.fmax(top, Float32(AMAX_FLOOR)) * Float32(1.0 / FP8_MAX)
-            inv[tid] = Float32(1.0) / scale
+            scale = numerics.scale_of(top, False)
+            inv[tid] = numerics.reciprocal(scale)
             if const_expr(self.config.square):
                 if tid == 0:
                     s[block, column_block // 2, column_block % 2] = scale
@@ -167,12 +166,7 @@ class QuantizeTransposed:
         c, g = tid % 16, tid // 16
         values = self.values(raw, row_scales, tid)
         for j in cutlass.range_constexpr(8):
-            scale = inv[c * 8 + j]
-            x = cute.make_rmem_tensor(8, Float32)
-            for i in cutlass.range_constexpr(8):
-                x[i] = values[i][j] * scale
-            y = cute.make_rmem_tensor(8, Float8E4M3FN)
-            y.store(x.load().to(Float8E4M3FN))
+            y = numerics.to_e4m3([values[i][j] for i in range(8)], inv[c * 8 + j])
             tile[g ^ c, c * 8 + j] = cute.recast_tensor(y, Int64)[0]
         cute.arch.sync_threads()
         out = cute.recast_ptr(q.iterator, dtype=Int64) + Int64(block * self.config.width + column_block * 128) * 16

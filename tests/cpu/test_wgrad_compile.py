@@ -43,7 +43,7 @@ def test_transpose_code(source, square):
     config = TransposeConfig(4096, source, square)
     found = sass.report(inspect(lambda: wgrad_launch.build_transpose(config, ffi=False)).cubin)
     assert (found.spills, found.stack_bytes) == (0, 0), str(found)
-    assert found.registers <= 80  # three CTAs of 256 threads on an SM
+    assert found.registers <= 48  # five CTAs of 256 threads on an SM
 
 
 def test_plan_code():
