@@ -5,6 +5,7 @@ Processes are forked from a server that has imported torch once, so a group cost
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import pickle
 import tempfile
@@ -101,4 +102,6 @@ def _run_rank(
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     if outcome[0]:
-        dist.destroy_process_group()
+        with contextlib.suppress(Exception):  # a peer may still be joining the group, or be dead already
+            dist.barrier()
+            dist.destroy_process_group()
