@@ -59,9 +59,8 @@ def test_info_says_what_runs_and_why_not(capsys):
     assert set(facts["backends"]) == {"torch", "triton", "cute"}
     assert facts["backends"]["torch"] == {"fp8": "runs", "bf16": "runs"}
     if not facts["devices"]:
-        assert (
-            "CUDA device" in facts["backends"]["triton"]["fp8"] or facts["environment"].get("TRITON_INTERPRET") == "1"
-        )
+        triton = facts["backends"]["triton"]["fp8"]
+        assert triton == "runs" or "CUDA device" in triton or "not installed" in triton  # it runs where interpreted
         assert facts["backends"]["cute"]["fp8"] != "runs"
     assert main(["info", "--hidden", "320"]) == 0
     text = capsys.readouterr().out
