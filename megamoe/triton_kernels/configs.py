@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import triton
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
@@ -19,6 +21,7 @@ class GemmConfig:
         depth: channels a step; 128 for FP8.
         warps, stages: Triton's num_warps and num_stages. registers: a thread's limit, None for none.
         pair: two tiles side by side in one program (FP8 only).
+        specialized: a pair whose loads have a warpgroup of their own (FP8 only; `warps` is that of one warpgroup).
         group: m-blocks visited before the next n-block, for reuse in L2.
     """
 
@@ -29,6 +32,7 @@ class GemmConfig:
     stages: int
     registers: int | None = None
     pair: bool = False
+    specialized: bool = False
     group: int = 16
 
 
@@ -44,11 +48,15 @@ class WgradConfig:
     group: int = 8
 
 
+SPECIALIZES = triton.__version__.startswith("3.6.")
+"""Whether this Triton compiles specialised kernels as measured: 3.6 does, 3.9 fails to."""
+
 FP8_GEMMS: tuple[GemmConfig, ...] = (
     GemmConfig(64, 128, 128, warps=4, stages=3),
     GemmConfig(128, 128, 128, warps=8, stages=4),
     GemmConfig(128, 128, 128, warps=8, stages=4, pair=True),
     GemmConfig(64, 64, 128, warps=4, stages=4),
+    *([GemmConfig(128, 128, 128, warps=4, stages=4, pair=True, specialized=True)] if SPECIALIZES else []),
 )
 BF16_GEMMS: tuple[GemmConfig, ...] = (
     GemmConfig(128, 256, 64, warps=8, stages=4),

@@ -13,6 +13,7 @@ from megamoe.errors import CapacityError, MegaMoETypeError, MegaMoEValueError
 from megamoe.quantize import QuantizedRows
 from megamoe.recipe import Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan
+from megamoe.triton_kernels import configs
 from tests.support.compare import assert_bitwise
 from tests.support.poison import nan_like
 from tests.support.steps_cases import (
@@ -258,6 +259,20 @@ def test_grouped_gemm(counts, n, k, row_groups, groups, precision, device):
     got = triton_kernels.grouped_gemm(*arguments)
     assert_close(got, want.bfloat16(), 2e-3, "bf16")
     assert not bool(got[padding.to(device)].float().abs().sum()), "padding rows are zero"
+
+
+SPECIALIZED = configs.GemmConfig(128, 128, 128, warps=4, stages=4, pair=True, specialized=True)
+
+
+@pytest.mark.parametrize("config", [*configs.FP8_GEMMS[:3], SPECIALIZED], ids=str)
+def test_fp8_configurations_give_the_same_bits(config, device):
+    if config.specialized and device.type == "cuda" and not configs.SPECIALIZES:
+        pytest.skip("this Triton does not compile specialised kernels")
+    plan = ragged_plan([130, 0, 5], device)
+    rows = quantized_to(random_pool(plan.num_rows, 256, Recipe()), device)
+    weight = weight_to(torch_steps.quantize_weight(torch.randn(3, 384, 256), Recipe()), device)
+    want = triton_kernels.grouped_gemm(rows, weight, plan, torch.float32, config=configs.FP8_GEMMS[0])
+    assert_bitwise(triton_kernels.grouped_gemm(rows, weight, plan, torch.float32, config=config), want, str(config))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
