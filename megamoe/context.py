@@ -15,7 +15,7 @@ from megamoe import backends
 from megamoe.comm import Hierarchy, LocalWorld, Transport, as_transport
 from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.recipe import BLOCK, Recipe
-from megamoe.unfused import ForwardOptions, SaveMode
+from megamoe.unfused import ForwardOptions, SaveMode, worst_rows
 from megamoe.weights import WeightCopies
 
 World: TypeAlias = LocalWorld | dist.ProcessGroup | Hierarchy | None
@@ -27,6 +27,7 @@ class Spec:
     """The part of a context that decides shapes. As a string it is an argument of the operators.
 
     Attributes:
+        backend: as asked for.
         precision: of the recipe.
         num_ranks: R.
         num_local: how many of them live in this process.
@@ -35,7 +36,8 @@ class Spec:
         save: what a forward keeps when a backward is to come.
     """
 
-    precision: str
+    backend: backends.BackendName
+    precision: Literal["fp8", "bf16"]
     num_ranks: int
     num_local: int
     capacity: Capacity
@@ -48,10 +50,24 @@ class Spec:
     @classmethod
     def parse(cls, text: str) -> Spec:
         """The inverse of str()."""
-        precision, num_ranks, num_local, capacity, max_tokens, save = text.split()
+        backend, precision, num_ranks, num_local, capacity, max_tokens, save = text.split()
         rows: Capacity = None if capacity == "None" else "worst" if capacity == "worst" else int(capacity)
         bound = None if max_tokens == "None" else int(max_tokens)
-        return cls(precision, int(num_ranks), int(num_local), rows, bound, save)  # type: ignore[arg-type]
+        return cls(backend, precision, int(num_ranks), int(num_local), rows, bound, save)  # type: ignore[arg-type]
+
+    def choose(self, w13: torch.Tensor, top_k: int) -> backends.Backend:
+        """The backend for weights [E_l, 2I, H], also fake ones. Raises BackendUnavailable."""
+        problem = backends.Problem.of(
+            w13.device,
+            Recipe(self.precision),
+            hidden_size=w13.shape[2],
+            intermediate_size=w13.shape[1] // 2,
+            num_experts=w13.shape[0] // self.num_local * self.num_ranks,
+            top_k=top_k,
+            num_ranks=self.num_ranks,
+            world="group" if self.is_group else "local" if self.num_ranks > 1 else "one",
+        )
+        return backends.resolve(self.backend, problem)
 
     @property
     def is_group(self) -> bool:
@@ -72,12 +88,6 @@ class Spec:
             assert self.max_tokens_per_rank is not None
             return worst_rows(self.num_ranks * self.max_tokens_per_rank * top_k, experts_per_rank)
         return worst_rows(sum(tokens) * top_k, experts_per_rank)
-
-
-def worst_rows(num_slots: int, experts_per_rank: int) -> int:
-    """Rows of a pool that holds `num_slots` rows however they are spread over the experts; symbolic sizes too."""
-    padding = (BLOCK - 1) * torch.sym_min(experts_per_rank, num_slots)
-    return (num_slots + padding + BLOCK - 1) // BLOCK * BLOCK
 
 
 class MoEContext:
@@ -121,7 +131,7 @@ class MoEContext:
             raise MegaMoEValueError(expected("save", "'pool', 'repull' or 'recompute'", repr(save)))
         self.recipe = recipe if recipe is not None else Recipe()
         self.world, self.backend, self.debug, self.copies = world, backend, debug, copies
-        self.shapes = Spec(self.recipe.precision, num_ranks, num_local, capacity, max_tokens_per_rank, save)
+        self.shapes = Spec(backend, self.recipe.precision, num_ranks, num_local, capacity, max_tokens_per_rank, save)
         self.spec = str(self.shapes)
         self.anchor = torch.empty(0, requires_grad=True) if self.shapes.is_group else None
         """Keeps the output of a group attached to autograd on ranks whose own inputs need no gradient: peers wait for
@@ -131,20 +141,15 @@ class MoEContext:
         self.handle = next(_handles)
         _contexts[self.handle] = self
 
-    def choose(self, device: torch.device, hidden_size: int, intermediate_size: int) -> backends.Backend:
-        """The backend for weights of a size on a device.
+    def choose(self, w13: torch.Tensor, top_k: int) -> backends.Backend:
+        """The backend for weights [E_l, 2I, H] and K slots a token.
 
         Raises:
             BackendUnavailable: the one asked for cannot run it.
         """
-        key = (device, hidden_size, intermediate_size)
+        key = (w13.device, w13.shape, top_k)
         if key not in self._chosen:
-            shapes = self.shapes
-            kind = "group" if shapes.is_group else "local" if shapes.num_ranks > 1 else "one"
-            problem = backends.Problem.of(
-                device, self.recipe, hidden_size, intermediate_size, num_ranks=shapes.num_ranks, world=kind
-            )
-            self._chosen[key] = backends.resolve(self.backend, problem)
+            self._chosen[key] = self.shapes.choose(w13, top_k)
         return self._chosen[key]
 
     def transport(self, backend: backends.Backend) -> Transport:
@@ -159,8 +164,9 @@ class MoEContext:
         num_rows = self.shapes.pool_rows([ids.shape[0] for ids in topk_ids], topk_ids[0].shape[1], experts_per_rank)
         unchecked = num_rows is not None and not self.debug and topk_ids[0].is_cuda
         if self.shapes.is_group:
-            return ForwardOptions(save, num_rows, self.static_tokens)
-        return ForwardOptions(save, num_rows, max(ids.shape[0] for ids in topk_ids) if unchecked else None)
+            return ForwardOptions(save, num_rows, self.static_tokens, self.debug)
+        bound = max(ids.shape[0] for ids in topk_ids) if unchecked else None
+        return ForwardOptions(save, num_rows, bound, self.debug)
 
     @property
     def static_tokens(self) -> int | None:
@@ -170,9 +176,8 @@ class MoEContext:
     def report(self, error: MegaMoEError, device: torch.device) -> None:
         """Raise an error that this rank found in its arguments, on all ranks of a group alike."""
         if self.shapes.is_group and self.static_tokens is None:
-            any_backend = self.choose(device, BLOCK, BLOCK)
             nothing = torch.empty(0, 1, dtype=torch.int64, device=device)
-            self.transport(any_backend).plan([nothing], self.shapes.num_ranks, error=error)
+            self.transport(backends.BACKENDS["torch"]).plan([nothing], self.shapes.num_ranks, error=error)
         raise error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEContext:

@@ -292,7 +292,7 @@ class MegaMoE(nn.Module):
     def backend_name(self) -> str:
         """The backend that "auto" takes for the device on which the weights are."""
         w13 = self.experts.w13
-        return self.experts.context.choose(w13.device, w13.shape[2], self.config.intermediate_size).name
+        return self.experts.context.choose(w13, self.config.top_k).name
 
     def extra_repr(self) -> str:
         return f"{self.config}, {self.recipe}, weights={self.weights!r}"

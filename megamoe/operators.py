@@ -7,6 +7,7 @@ their hooks) like that of any operator.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -16,12 +17,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from megamoe.comm import GroupTransport, Transport
+from megamoe.backends import Backend
+from megamoe.comm import GroupTransport
 from megamoe.context import MoEContext, Spec, context_of
 from megamoe.quantize import FP8, QuantizedRows, ceil_div
 from megamoe.recipe import BLOCK
 from megamoe.routing_plan import RankPlan, RoutingPlan
-from megamoe.unfused import Needs, Saved, SaveMode
+from megamoe.unfused import Needs, RowOrder, Saved, SaveMode
 from megamoe.weights import Masters, make_experts, split_experts
 
 _PLAN_FIELDS = ("counts", "offs", "source_rank", "token", "slot")
@@ -59,27 +61,21 @@ def forward_op(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(out of each local rank, what the backward needs as a flat list)."""
     context = context_of(handle)
-    backend = context.choose(w13.device, w13.shape[2], w2.shape[2])
+    backend = context.choose(w13, topk_ids[0].shape[1])
     transport = context.transport(backend)
     masters = Masters(w13, w2, w13_scale, w2_scale, (trains[0], trains[1]))
-    transposed = save != "none"
-    if context.copies is None:
-        experts = make_experts(backend, masters, context.recipe, transposed=False)
-    else:
-        experts = context.copies.for_forward(
-            backend, masters, context.recipe, requantize=requantize, transposed=transposed
-        )
+    with _on(w13.device):
+        if context.copies is None:
+            experts = backend.prepare(make_experts(backend, masters, context.recipe, transposed=False))
+        else:
+            experts = context.copies.for_forward(
+                backend, masters, context.recipe, requantize=requantize, transposed=save != "none"
+            )
     mine = split_experts(experts, len(xs))
     options = context.options(topk_ids, mine[0].w13.data.shape[0], cast(SaveMode, save))
-    outs, saved = backend.forward(
-        transport,
-        xs,
-        [ids.contiguous() for ids in topk_ids],
-        [weights.contiguous() for weights in topk_weights],
-        mine,
-        context.recipe,
-        options,
-    )
+    ids, weights = [v.contiguous() for v in topk_ids], [v.contiguous() for v in topk_weights]
+    with _on(w13.device):
+        outs, saved = backend.forward(transport, xs, ids, weights, mine, context.recipe, options)
     kept = [] if saved is None else pack(saved)
     inputs = [*xs, *topk_ids, *topk_weights, w13, w2]
     own = _unaliased([*outs, *kept], inputs)
@@ -116,6 +112,8 @@ def _fake_saved(
             )
             if spec.precision == "fp8":
                 packed.append(like.new_empty(ceil_div(hidden, BLOCK), pool, dtype=torch.float32))
+    if spec.choose(w13, slots).saves_codes:
+        return packed + [like.new_empty(n, dtype=torch.int32) for pool in pool_sizes for n in (each, each + 1, pool)]
     for pool in pool_sizes:
         packed += [like.new_empty(n, dtype=torch.int32) for n in (each, each + 1, pool, pool, pool)]
     packed += [like.new_empty(n, slots, dtype=torch.int32) for n in tokens for _ in range(2)]
@@ -129,7 +127,7 @@ def _fake_saved(
     "megamoe::backward",
     mutates_args=(),
     schema="(Tensor[] douts, Tensor[] saved, Tensor[] xs, Tensor w13, Tensor w2, Tensor? w13_scale, Tensor? w2_scale, "
-    "str spec, SymInt handle, str save, bool[] needs, SymInt epoch) -> Tensor[]",
+    "str spec, SymInt handle, str save, bool[] needs, SymInt epoch, int top_k) -> Tensor[]",
 )
 def backward_op(
     douts: Sequence[Tensor],
@@ -144,10 +142,11 @@ def backward_op(
     save: str,
     needs: Sequence[bool],
     epoch: int,
+    top_k: int,
 ) -> list[Tensor]:
     """dx of each local rank, dp of each, dW13, dW2: those that `needs` asks for, in this order."""
     context = context_of(handle)
-    backend = context.choose(w13.device, w13.shape[2], w2.shape[2])
+    backend = context.choose(w13, top_k)
     transport = context.transport(backend)
     if context.copies is None:
         experts = make_experts(backend, Masters(w13, w2, w13_scale, w2_scale), context.recipe, transposed=True)
@@ -156,13 +155,14 @@ def backward_op(
     num_local = len(douts)
     grads_of_weights = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (w13, w2)]
     into = [list(g.chunk(num_local)) if need else None for g, need in zip(grads_of_weights, needs[2:], strict=True)]
-    grads = backend.backward(
-        transport,
-        [dout.to(torch.bfloat16) for dout in douts],
-        unpack(saved, list(xs), transport, context, save),
-        split_experts(experts, num_local),
-        Needs(needs[0], needs[1], *into),
-    )
+    with _on(w13.device):
+        grads = backend.backward(
+            transport,
+            [dout.to(torch.bfloat16) for dout in douts],
+            unpack(saved, list(xs), backend, context, save, top_k),
+            split_experts(experts, num_local),
+            Needs(needs[0], needs[1], *into),
+        )
     found: list[Tensor] = []
     for need, per_rank in zip(needs, (grads.dx, grads.dp), strict=False):
         found += per_rank if need and per_rank is not None else []
@@ -171,13 +171,12 @@ def backward_op(
 
 
 @backward_op.register_fake
-def _(douts, saved, xs, w13, w2, w13_scale, w2_scale, spec, handle, save, needs, epoch):  # type: ignore[no-untyped-def]
-    slots = saved[-1].shape[1]
+def _(douts, saved, xs, w13, w2, w13_scale, w2_scale, spec, handle, save, needs, epoch, top_k):  # type: ignore[no-untyped-def]
     found = []
     if needs[0]:
         found += [dout.new_empty(dout.shape, dtype=torch.bfloat16) for dout in douts]
     if needs[1]:
-        found += [dout.new_empty(dout.shape[0], slots, dtype=torch.float32) for dout in douts]
+        found += [dout.new_empty(dout.shape[0], top_k, dtype=torch.float32) for dout in douts]
     return found + [w.new_empty(w.shape) for w, need in zip((w13, w2), needs[2:], strict=True) if need]
 
 
@@ -185,12 +184,12 @@ def _(douts, saved, xs, w13, w2, w13_scale, w2_scale, spec, handle, save, needs,
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], list[Tensor]]) -> None:
-    xs, _, _, w13, w2, w13_scale, w2_scale, _, spec, handle, save, _, _ = inputs
+    xs, topk_ids, _, w13, w2, w13_scale, w2_scale, _, spec, handle, save, _, _ = inputs
     outs, saved = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)
     ctx.spec, ctx.handle, ctx.save, ctx.counts = spec, handle, save, (len(saved), 0 if save == "pool" else len(xs))
-    ctx.out_shapes = [out.shape for out in outs]
+    ctx.out_shapes, ctx.top_k = [out.shape for out in outs], topk_ids[0].shape[1]
     traced = isinstance(w13, FakeTensor | FunctionalTensor) or type(handle) is not int
     ctx.context = None if traced else context_of(handle)  # alive until the backward
     copies = None if ctx.context is None else ctx.context.copies
@@ -210,7 +209,7 @@ def _backward(ctx: Any, d_outs: list[Tensor | None], d_saved: list[None]) -> tup
     ]
     needs = [any(need_x), any(need_p), need_w13, need_w2]
     found = backward_op(
-        douts, saved, xs, w13, w2, w13_scale, w2_scale, ctx.spec, ctx.handle, ctx.save, needs, ctx.epoch
+        douts, saved, xs, w13, w2, w13_scale, w2_scale, ctx.spec, ctx.handle, ctx.save, needs, ctx.epoch, ctx.top_k
     )
     left = iter(found)
     num_local = len(douts)
@@ -222,6 +221,11 @@ def _backward(ctx: Any, d_outs: list[Tensor | None], d_saved: list[None]) -> tup
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels launch on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -256,13 +260,17 @@ def pack(saved: Saved) -> list[Tensor]:
             data, scale = saved.pools[i].data, saved.pools[i].scale
             packed += [data] if scale is None else [data.view(torch.uint8), scale]
     plan = saved.plan
+    if not isinstance(plan, RoutingPlan):
+        return packed + [t for rank in plan for t in (rank.counts, rank.offs, rank.codes)]
     packed += [getattr(rank, name) for rank in plan.ranks for name in _PLAN_FIELDS]
     return packed + [t for pair in zip(plan.owner, plan.row, strict=True) for t in pair]
 
 
-def unpack(packed: Sequence[Tensor], xs: list[Tensor], transport: Transport, context: MoEContext, save: str) -> Saved:
+def unpack(
+    packed: Sequence[Tensor], xs: list[Tensor], backend: Backend, context: MoEContext, save: str, top_k: int
+) -> Saved:
     """The inverse of `pack`."""
-    left = iter(packed)
+    left, transport = iter(packed), context.transport(backend)
     weights, gate_ups, pools = [], [], []
     for _ in transport.local_ranks:
         weights.append(next(left))
@@ -274,6 +282,9 @@ def unpack(packed: Sequence[Tensor], xs: list[Tensor], transport: Transport, con
                 pools.append(QuantizedRows(data.view(FP8), next(left), k_major=True))
             else:
                 pools.append(QuantizedRows(data, None, k_major=True))
+    if backend.saves_codes:
+        orders = tuple(RowOrder(next(left), next(left), next(left), top_k) for _ in range(transport.num_ranks))
+        return Saved(orders, context.recipe, weights, gate_ups or None, pools or None, xs or None)
     ranks = tuple(RankPlan(*(next(left) for _ in _PLAN_FIELDS)) for _ in range(transport.num_ranks))
     pairs = [(next(left), next(left)) for _ in range(transport.num_ranks)]
     owner, row = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)

@@ -7,19 +7,25 @@ A list has one entry for each rank that lives in this process. `steps` is a modu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from megamoe.comm.transport import Transport
 from megamoe.quantize import QuantizedRows, QuantizedWeight
-from megamoe.recipe import Recipe
-from megamoe.routing_plan import RoutingPlan
+from megamoe.recipe import BLOCK, Recipe
+from megamoe.routing_plan import RankPlan, RoutingPlan
 from megamoe.torch_steps import SwigluGrads
 
 Steps: TypeAlias = Any
 """A module that offers what `megamoe.torch_steps` lists in `__all__`."""
+
+WeightGrads: TypeAlias = Callable[
+    [RankPlan, SwigluGrads, "QuantizedRows | None", QuantizedRows, "torch.Tensor | None", "torch.Tensor | None"], None
+]
+"""(segments, gradients of SwiGLU, rows of x, rows of dout, where dW13 goes, where dW2 goes), of one rank."""
 
 SaveMode = Literal["none", "pool", "repull", "recompute"]
 """What the forward keeps for the backward.
@@ -38,12 +44,14 @@ class ExpertWeights:
         w2: [E_l, H, I].
         w13_t: [E_l, H, 2I], the transposed copy for the backward; None where there is none to come.
         w2_t: [E_l, I, H].
+        fused: the weights as a fused forward reads them, a dataclass of tensors [E_l, ...]; None without one.
     """
 
     w13: QuantizedWeight
     w2: QuantizedWeight
     w13_t: QuantizedWeight | None = None
     w2_t: QuantizedWeight | None = None
+    fused: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +62,29 @@ class ForwardOptions:
         save: what it keeps for the backward.
         num_rows: rows of every pool, None: just enough.
         max_tokens: as for `Transport.plan`: with it ids are not checked and nothing synchronises.
+        debug: look for errors after the call, which synchronises.
     """
 
     save: SaveMode = "none"
     num_rows: int | None = None
     max_tokens: int | None = None
+    debug: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOrder:
+    """The rows of a rank as a fused kernel leaves them.
+
+    Attributes:
+        counts, offs: as in `RankPlan`.
+        codes: int32 [P], source rank << 27 | token * K + slot, negative in padding; undefined behind offs[E_l].
+        top_k: K.
+    """
+
+    counts: torch.Tensor
+    offs: torch.Tensor
+    codes: torch.Tensor
+    top_k: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +92,7 @@ class Saved:
     """What the backward needs from the forward.
 
     Attributes:
-        plan: the call's routing.
+        plan: the call's routing, or of each rank the row order of a fused forward.
         recipe: of the call.
         weights: fp32 [P], the routing weight of each row.
         gate_ups: bf16 [P, 2I], or None after save="recompute".
@@ -74,7 +100,7 @@ class Saved:
         xs: the inputs, where the pools are None.
     """
 
-    plan: RoutingPlan
+    plan: RoutingPlan | tuple[RowOrder, ...]
     recipe: Recipe
     weights: list[torch.Tensor]
     gate_ups: list[torch.Tensor] | None
@@ -168,6 +194,7 @@ def backward(
     saved: Saved,
     experts: Sequence[ExpertWeights],
     needs: Needs,
+    weight_grads: WeightGrads | None = None,
 ) -> Grads:
     """The gradients of `forward`.
 
@@ -180,11 +207,13 @@ def backward(
         saved: from the forward.
         experts: of each local rank, with the transposed copies.
         needs: which gradients are wanted.
+        weight_grads: who computes those of weights; None: the steps.
 
     Returns:
         Grads.
     """
     plan, recipe = saved.plan, saved.recipe
+    assert isinstance(plan, RoutingPlan)
     d_pools = _dispatch_rows(steps, transport, douts, plan, recipe)
     pools = saved.pools
     if pools is None and (needs.w13 is not None or saved.gate_ups is None or transport.num_sources > 1):
@@ -207,29 +236,37 @@ def backward(
             d_rows.append(steps.grouped_gemm(grads[i].d_gate_up, mine.w13_t, segment))
     finish = transport.start_combine_rows(d_rows, plan) if needs.x or travels else None
     del d_rows
-    _wgrads(steps, transport, plan, grads, pools, d_pools, needs)  # while rows of dX are on their way home
+    compute = weight_grads or functools.partial(_weight_grads, steps)
+    for i, rank in enumerate(transport.local_ranks):  # while rows of dX are on their way home
+        into = [None if out is None else out[i] for out in (needs.w13, needs.w2)]
+        compute(plan.ranks[rank], grads[i], None if pools is None else pools[i], d_pools[i], *into)
     dx = _own(finish(), douts) if finish is not None else None
     d_weights = [g.d_weight for g in grads]
     dp = _own(transport.combine_weight_grads(d_weights, plan), douts) if needs.topk_weights or travels else None
     return Grads(dx, dp, needs.w13, needs.w2)
 
 
-def _wgrads(
+def worst_rows(num_slots: int, experts_per_rank: int) -> int:
+    """Rows of a pool that holds `num_slots` rows however they are spread over the experts; symbolic sizes too."""
+    padding = (BLOCK - 1) * torch.sym_min(experts_per_rank, num_slots)
+    return (num_slots + padding + BLOCK - 1) // BLOCK * BLOCK
+
+
+def _weight_grads(
     steps: Steps,
-    transport: Transport,
-    plan: RoutingPlan,
-    grads: Sequence[SwigluGrads],
-    pools: Sequence[QuantizedRows] | None,
-    d_pools: Sequence[QuantizedRows],
-    needs: Needs,
+    segment: RankPlan,
+    grads: SwigluGrads,
+    pool: QuantizedRows | None,
+    d_pool: QuantizedRows,
+    dw13: torch.Tensor | None,
+    dw2: torch.Tensor | None,
 ) -> None:
-    """Write the weight gradients of every local rank, from what travelled."""
-    for i, rank in enumerate(transport.local_ranks):
-        if needs.w13 is not None:
-            assert pools is not None
-            steps.wgrad(grads[i].d_gate_up_bf16, steps.dequantize(pools[i]), plan.ranks[rank], out=needs.w13[i])
-        if needs.w2 is not None:
-            steps.wgrad(steps.dequantize(d_pools[i]), grads[i].weighted_act, plan.ranks[rank], out=needs.w2[i])
+    """Write the weight gradients of one rank, from what travelled."""
+    if dw13 is not None:
+        assert pool is not None
+        steps.wgrad(grads.d_gate_up_bf16, steps.dequantize(pool), segment, out=dw13)
+    if dw2 is not None:
+        steps.wgrad(steps.dequantize(d_pool), grads.weighted_act, segment, out=dw2)
 
 
 def _own(values: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:

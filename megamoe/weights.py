@@ -34,6 +34,10 @@ class Quantizer(Protocol):
         """The operand of the forward and, if asked for, that of the backward."""
         ...
 
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """The weights with what a fused forward reads, if it reads anything else."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Masters:
@@ -77,11 +81,13 @@ class WeightCopies:
         self.epoch = 0
         self._owner = weakref.ref(owner) if owner is not None else None
         self._copies: dict[str, _Copy] = {}
+        self._fused: tuple[tuple[QuantizedWeight, QuantizedWeight], Any] | None = None
         _watch_optimizers(self)
 
     def refresh(self) -> None:
         """Throw all copies away: the next forward makes them anew. A backward of an earlier forward then raises."""
         self._copies.clear()
+        self._fused = None
         self.epoch += 1
 
     def release_transposed(self) -> None:
@@ -98,6 +104,10 @@ class WeightCopies:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in own:
                     held[storage._cdata] = storage.nbytes()
+        if self._fused is not None and self._fused[1] is not None:
+            for field in dataclasses.fields(self._fused[1]):
+                storage = getattr(self._fused[1], field.name).untyped_storage()
+                held[storage._cdata] = storage.nbytes()
         return sum(held.values())
 
     def for_forward(
@@ -114,7 +124,10 @@ class WeightCopies:
         """
         w13, w13_t = self._get("w13", backend, masters, recipe, requantize, transposed)
         w2, w2_t = self._get("w2", backend, masters, recipe, requantize, transposed)
-        return ExpertWeights(w13, w2, w13_t, w2_t)
+        if self._fused is None or self._fused[0][0] is not w13 or self._fused[0][1] is not w2:
+            self._fused = None  # free the old one first
+            self._fused = (w13, w2), backend.prepare(ExpertWeights(w13, w2)).fused
+        return ExpertWeights(w13, w2, w13_t, w2_t, self._fused[1])
 
     def for_backward(self, epoch: int | None) -> ExpertWeights:
         """The operands of the backward of a forward that this object served.
@@ -134,7 +147,8 @@ class WeightCopies:
             if copy.transposed is None:
                 copy.transposed = copy.forward.transposed()
         w13, w2 = self._copies["w13"], self._copies["w2"]
-        return ExpertWeights(w13.forward, w2.forward, w13.transposed, w2.transposed)
+        fused = None if self._fused is None else self._fused[1]
+        return ExpertWeights(w13.forward, w2.forward, w13.transposed, w2.transposed, fused)
 
     def _get(
         self, name: str, backend: Quantizer, masters: Masters, recipe: Recipe, requantize: bool, transposed: bool
@@ -200,8 +214,17 @@ def split_experts(weights: ExpertWeights, num_parts: int) -> list[ExpertWeights]
         scale = None if w.scale is None else w.scale.narrow(0, i * each, each)
         return dataclasses.replace(w, data=w.data.narrow(0, i * each, each), scale=scale)
 
+    def fused_part(i: int) -> Any:
+        if weights.fused is None:
+            return None
+        fields = {f.name: getattr(weights.fused, f.name) for f in dataclasses.fields(weights.fused)}
+        return type(weights.fused)(**{name: t.narrow(0, i * each, each) for name, t in fields.items()})
+
     fields = (weights.w13, weights.w2, weights.w13_t, weights.w2_t)
-    return [ExpertWeights(*(part(w, i) for w in fields)) for i in range(num_parts)]  # type: ignore[arg-type]
+    return [
+        ExpertWeights(*(part(w, i) for w in fields), fused_part(i))  # type: ignore[arg-type]
+        for i in range(num_parts)
+    ]
 
 
 def _tensors(weight: QuantizedWeight | None) -> list[torch.Tensor]:

@@ -52,4 +52,5 @@ def resolve(name: str, problem: Problem) -> Backend:
                 f"backend: {name!r} does not run this: {reason}. backend='auto' picks one that does."
             )
         return BACKENDS[name]
-    return next(backend for backend in BACKENDS.values() if backend.why_not(problem) is None)
+    candidates = [b for b in BACKENDS.values() if b.auto_device in (None, problem.device_type)]
+    return next(backend for backend in candidates if backend.why_not(problem) is None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -23,6 +23,7 @@ class Problem:
         capability: compute capability of the CUDA device, e.g. (9, 0); None elsewhere.
         precision: of the recipe.
         hidden_size, intermediate_size: H and I.
+        num_experts, top_k: E and K.
         num_ranks: R.
         world: "one" rank, "local" virtual ranks in this process, or a process "group".
     """
@@ -32,22 +33,26 @@ class Problem:
     precision: Literal["fp8", "bf16"]
     hidden_size: int
     intermediate_size: int
+    num_experts: int = 8
+    top_k: int = 2
     num_ranks: int = 1
     world: Literal["one", "local", "group"] = "one"
 
     @classmethod
-    def of(
-        cls, device: torch.device, recipe: Recipe, hidden_size: int, intermediate_size: int, **ranks: object
-    ) -> Problem:
-        """The problem on a device of this machine."""
+    def of(cls, device: torch.device, recipe: Recipe, **sizes: Any) -> Problem:
+        """The problem on a device of this machine; `sizes` are the other fields."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(device.type, capability, recipe.precision, hidden_size, intermediate_size, **ranks)  # type: ignore[arg-type]
+        return cls(device.type, capability, recipe.precision, **sizes)
 
 
 class Backend(Protocol):
     """One way to compute the layer. Same results within the gates, same saved row order."""
 
     name: str
+    auto_device: str | None
+    """The only device type for which "auto" considers it (Triton's interpreter on the CPU is for tests); None: all."""
+    saves_codes: bool
+    """Whether its forward saves row codes (`RowOrder`) in place of a plan."""
 
     def why_not(self, problem: Problem) -> str | None:
         """Why it cannot run the problem on this machine; None if it can."""
@@ -62,6 +67,10 @@ class Backend(Protocol):
         self, weight: torch.Tensor | QuantizedWeight, row_groups: int, recipe: Recipe, transposed: bool
     ) -> tuple[QuantizedWeight, QuantizedWeight | None]:
         """A weight as the forward reads it and, if asked for, as the backward reads it."""
+        ...
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """The weights with what a fused forward reads, if it reads anything else."""
         ...
 
     def forward(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +28,9 @@ class StepwiseBackend:
         self.name = name
         self._module = module
 
+    auto_device: str | None = None
+    saves_codes = False
+
     @property
     def steps(self) -> Steps:
         return importlib.import_module(self._module)
@@ -44,6 +46,9 @@ class StepwiseBackend:
         if transposed:
             return self.steps.quantize_weight_with_transpose(weight, recipe, row_groups)
         return self.steps.quantize_weight(weight, recipe, row_groups), None
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        return weights
 
     def forward(
         self,
@@ -71,6 +76,8 @@ class StepwiseBackend:
 class TritonBackend(StepwiseBackend):
     """The steps as Triton kernels: CUDA devices, or the CPU under TRITON_INTERPRET=1."""
 
+    auto_device = "cuda"
+
     def __init__(self) -> None:
         super().__init__("triton", "megamoe.triton_kernels")
 
@@ -82,6 +89,6 @@ class TritonBackend(StepwiseBackend):
             if problem.precision == "fp8" and problem.capability < (8, 9):
                 return "FP8 needs compute capability 8.9 or more, not {}.{}".format(*problem.capability)
             return None
-        if problem.device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        if problem.device_type == "cpu" and importlib.import_module("megamoe.triton_kernels.launch").INTERPRETED:
             return None
         return f"it needs a CUDA device, not {problem.device_type} (TRITON_INTERPRET=1 runs it on the CPU, slowly)"

@@ -8,7 +8,12 @@ import torch
 
 from megamoe import Recipe, backends
 from megamoe.backends import BACKENDS, Problem, resolve, why_not
+from megamoe.backends.cute import SOURCE_SHIFT, CuteBackend, plan_of
+from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.errors import BackendUnavailable, MegaMoEValueError
+from megamoe.routing_plan import make_plan
+from megamoe.unfused import RowOrder
+from tests.support.compare import assert_bitwise
 
 HOPPER = Problem("cuda", (9, 0), "fp8", 7168, 2048)
 PRESENT = {"triton", "cutlass", "cute_kernels.launch"}
@@ -24,7 +29,8 @@ def installed(monkeypatch):
         return (object() if name in found else None) if name in PRESENT else real(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(CuteBackend, "auto_device", "cuda")
+    monkeypatch.setattr(pytest.importorskip("megamoe.triton_kernels.launch"), "INTERPRETED", False)
     return found
 
 
@@ -53,6 +59,14 @@ CPU = on(device_type="cpu", capability=None)
         (on(capability=(8, 0)), "triton", "FP8 needs compute capability 8.9 or more, not 8.0"),
         (on(capability=(8, 0), precision="bf16"), "triton", None),
         (on(world="group", num_ranks=8), "triton", None),
+        (
+            on(world="group", num_ranks=8),
+            "cute",
+            "virtual ranks of one process only; process groups run on the Triton path",
+        ),
+        (on(world="local", num_ranks=2), "cute", None),
+        (on(num_experts=513), "cute", "num_experts: expected 1 to 512, got 513"),
+        (on(top_k=13), "cute", "top_k: expected 1 to 12, got 13"),
         (on(world="local", num_ranks=2), "triton", None),
         (CPU, "cute", "it needs a Hopper GPU .* not cpu"),
         (CPU, "triton", "it needs a CUDA device, not cpu"),
@@ -81,6 +95,7 @@ def test_the_table(installed, problem, backend, reason):
         (HOPPER, ("cutlass", "triton"), "torch"),
         (on(precision="bf16"), (), "triton"),
         (on(hidden_size=192), (), "triton"),
+        (on(world="group", num_ranks=8), (), "triton"),
         (on(capability=(8, 0)), (), "torch"),
         (CPU, (), "torch"),
     ],
@@ -95,6 +110,7 @@ def test_auto_takes_the_fastest_that_can(installed, problem, missing, taken):
     ("backend", "missing", "reason"),
     [
         ("cute", "cute_kernels.launch", "the fused kernel is not part of this version"),
+        ("cute", "triton", "its backward needs triton"),
         ("cute", "cutlass", "nvidia-cutlass-dsl is not installed; pip install 'megamoe\\[cute\\]'"),
         ("triton", "triton", "triton is not installed; pip install 'megamoe\\[triton\\]'"),
     ],
@@ -106,8 +122,11 @@ def test_says_what_to_install(installed, backend, missing, reason):
 
 
 def test_the_triton_interpreter_runs_on_the_cpu(installed, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert why_not("triton", CPU) is None
+    launch = pytest.importorskip("megamoe.triton_kernels.launch")
+    for interpreted in (True, False):
+        monkeypatch.setattr(launch, "INTERPRETED", interpreted)
+        assert (why_not("triton", CPU) is None) == interpreted
+        assert resolve("auto", CPU).name == "torch", "the interpreter is for tests"
 
 
 def test_refuses_unknown_names():
@@ -119,8 +138,10 @@ def test_refuses_unknown_names():
 
 
 def test_the_problem_of_a_device():
-    problem = Problem.of(torch.device("cpu"), Recipe("bf16"), 256, 128, num_ranks=2, world="local")
-    assert problem == Problem("cpu", None, "bf16", 256, 128, 2, "local")
+    problem = Problem.of(
+        torch.device("cpu"), Recipe("bf16"), hidden_size=256, intermediate_size=128, num_ranks=2, world="local"
+    )
+    assert problem == Problem("cpu", None, "bf16", 256, 128, num_ranks=2, world="local")
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -137,3 +158,23 @@ def test_backends_offer_every_step(name):
 def test_every_backend_has_a_name_of_its_own():
     assert [backend.name for backend in BACKENDS.values()] == list(BACKENDS) == ["cute", "triton", "torch"]
     assert backends.BackendName.__args__ == ("auto", "torch", "triton", "cute")
+
+
+@pytest.mark.parametrize("tokens", [(20,), (9, 0, 14, 3)], ids=str)
+def test_row_codes_stand_for_the_plan(tokens):
+    """What a fused forward leaves (codes, garbage behind the last segment) gives back the plan of the same routing."""
+    problem = make_problem(ProblemSpec(tokens, num_experts=8, top_k=3, routing="masked"))
+    want = make_plan(problem.topk_ids, 8, num_rows=1024)
+    orders = []
+    for rank in want.ranks:
+        codes = (rank.source_rank << SOURCE_SHIFT) | (rank.token * 3 + rank.slot)
+        codes = torch.where(rank.source_rank < 0, -1, codes)
+        codes[int(rank.offs[-1]) :] = torch.randint(0, 1000, (1024 - int(rank.offs[-1]),), dtype=torch.int32)
+        orders.append(RowOrder(rank.counts, rank.offs, codes, 3))
+    got = plan_of(orders, list(tokens))
+    assert got.num_experts == 8
+    for got_rank, want_rank in zip(got.ranks, want.ranks, strict=True):
+        for name in ("counts", "offs", "source_rank", "token", "slot"):
+            assert_bitwise(getattr(got_rank, name), getattr(want_rank, name), name)
+    for got_tensor, want_tensor in zip((*got.owner, *got.row), (*want.owner, *want.row), strict=True):
+        assert_bitwise(got_tensor, want_tensor, "owner, row")
