@@ -22,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `megamoe info`."""
     parser.add_argument("--hidden", type=int, default=7168, help="H of the layer that is asked about")
     parser.add_argument("--intermediate", type=int, default=2048, help="I of the layer that is asked about")
+    parser.add_argument("--experts", type=int, default=32, help="E of that layer")
+    parser.add_argument("--top-k", type=int, default=8, help="K of that layer")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -49,14 +51,14 @@ def devices() -> list[dict[str, object]]:
     return found
 
 
-def backend_table(hidden: int, intermediate: int) -> dict[str, dict[str, str]]:
-    """By backend and precision: "runs", or why not, for a layer of this size on the first device."""
+def backend_table(sizes: dict[str, int]) -> dict[str, dict[str, str]]:
+    """By backend and precision: "runs", or why not, for a layer of these sizes on the first device."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     table: dict[str, dict[str, str]] = {}
     for name in BACKENDS:
         table[name] = {}
         for recipe in (Recipe("fp8"), Recipe("bf16")):
-            problem = Problem.of(device, recipe, hidden, intermediate)
+            problem = Problem.of(device, recipe, **sizes)
             table[name][recipe.precision] = why_not(name, problem) or "runs"
     return table
 
@@ -73,7 +75,13 @@ def environment() -> dict[str, str]:
 
 def info_main(args: argparse.Namespace) -> int:
     """Run `megamoe info`; returns its exit status."""
-    backends = backend_table(args.hidden, args.intermediate)
+    sizes = {
+        "hidden_size": args.hidden,
+        "intermediate_size": args.intermediate,
+        "num_experts": args.experts,
+        "top_k": args.top_k,
+    }
+    backends = backend_table(sizes)
     if args.json:
         facts = {
             "megamoe": __version__,
@@ -96,7 +104,8 @@ def info_main(args: argparse.Namespace) -> int:
         print(f"  cuda:{index} {d['name']}, capability {d['capability']}, {d['sms']} SMs, {d['memory_gib']} GiB")
     for name, value in environment().items():
         print(f"  {name}={value}")
-    print(f"backends for H = {args.hidden}, I = {args.intermediate} (auto takes the first that runs)")
+    size = f"H = {args.hidden}, I = {args.intermediate}, E = {args.experts}, K = {args.top_k}"
+    print(f"backends for {size} (auto takes the first that runs)")
     for name, answers in backends.items():
         for precision, answer in answers.items():
             print(f"  {name:7} {precision:5} {answer}")

@@ -84,7 +84,16 @@ def run_backend(name: str, problem: Problem, recipe: Recipe) -> tuple[str, Value
     """
     spec, device = problem.spec, problem.w13_E2IH.device
     world: Literal["one", "local"] = "one" if spec.num_ranks == 1 else "local"
-    asked = backends.Problem.of(device, recipe, spec.hidden, spec.intermediate, num_ranks=spec.num_ranks, world=world)
+    asked = backends.Problem.of(
+        device,
+        recipe,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.intermediate,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        num_ranks=spec.num_ranks,
+        world=world,
+    )
     backend = backends.resolve(name, asked)
     if backend.name in ("torch", "triton"):
         return backend.name, run_steps(backend.steps, problem, recipe)
@@ -146,7 +155,7 @@ def _run(backend: backends.Backend, recorder: Recorder | None, problem: Problem,
         w13, w2 = problem.weights_of(rank)
         a, a_t = backend.copy_weight(w13, 2, recipe, True)
         b, b_t = backend.copy_weight(w2, 1, recipe, True)
-        experts.append(unfused.ExpertWeights(a, b, a_t, b_t))
+        experts.append(backend.prepare(unfused.ExpertWeights(a, b, a_t, b_t)))
     outs, saved = backend.forward(
         transport,
         problem.xs,
@@ -190,8 +199,11 @@ def _run(backend: backends.Backend, recorder: Recorder | None, problem: Problem,
 class _Rows:
     """Pools of all ranks as the real rows of one global order: (expert, source rank, token, slot)."""
 
-    def __init__(self, plan: RoutingPlan) -> None:
-        self._real = [mine.token >= 0 for mine in plan.ranks]
+    def __init__(self, plan: RoutingPlan | tuple[unfused.RowOrder, ...]) -> None:
+        if isinstance(plan, RoutingPlan):
+            self._real = [mine.token >= 0 for mine in plan.ranks]
+        else:
+            self._real = [_is_real(order) for order in plan]
 
     def plain(self, pools: list[torch.Tensor]) -> Value:
         whole = torch.cat([_select(pool, real) for pool, real in zip(pools, self._real, strict=True)])
@@ -203,6 +215,12 @@ class _Rows:
         scales = [(p.scale_row_major(), real) for p, real in zip(pools, self._real, strict=True)]
         bits += [torch.cat([s[real] for s, real in scales if s is not None])] if scales[0][0] is not None else []
         return Value(values, tuple(bits))
+
+
+def _is_real(order: unfused.RowOrder) -> torch.Tensor:
+    """Which rows of a fused kernel's pool hold a token; codes behind the last segment are undefined."""
+    row = torch.arange(order.codes.shape[0], device=order.codes.device)
+    return (order.codes >= 0) & (row < order.offs[-1])
 
 
 def _select(pool: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

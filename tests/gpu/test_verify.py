@@ -11,7 +11,9 @@ from megamoe.recipe import Recipe
 
 def need(backend: str, precision: str) -> None:
     """Skip where the backend says that it does not run."""
-    reason = why_not(backend, Problem.of(torch.device("cuda"), Recipe(precision), 512, 256))
+    reason = why_not(
+        backend, Problem.of(torch.device("cuda"), Recipe(precision), hidden_size=512, intermediate_size=256)
+    )
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
 
