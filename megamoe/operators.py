@@ -66,7 +66,7 @@ def forward_op(
     masters = Masters(w13, w2, w13_scale, w2_scale, (trains[0], trains[1]))
     with _on(w13.device):
         if context.copies is None:
-            experts = backend.prepare(make_experts(backend, masters, context.recipe, transposed=False))
+            experts = make_experts(backend, masters, context.recipe, transposed=False)
         else:
             experts = context.copies.for_forward(
                 backend, masters, context.recipe, requantize=requantize, transposed=save != "none"
@@ -126,13 +126,14 @@ def _fake_saved(
 @torch.library.custom_op(
     "megamoe::backward",
     mutates_args=(),
-    schema="(Tensor[] douts, Tensor[] saved, Tensor[] xs, Tensor w13, Tensor w2, Tensor? w13_scale, Tensor? w2_scale, "
-    "str spec, SymInt handle, str save, bool[] needs, SymInt epoch, int top_k) -> Tensor[]",
+    schema="(Tensor[] douts, Tensor[] saved, Tensor[] xs, Tensor[] topk_ids, Tensor w13, Tensor w2, "
+    "Tensor? w13_scale, Tensor? w2_scale, str spec, SymInt handle, str save, bool[] needs, SymInt epoch) -> Tensor[]",
 )
 def backward_op(
     douts: Sequence[Tensor],
     saved: Sequence[Tensor],
     xs: Sequence[Tensor],
+    topk_ids: Sequence[Tensor],
     w13: Tensor,
     w2: Tensor,
     w13_scale: Tensor | None,
@@ -142,16 +143,17 @@ def backward_op(
     save: str,
     needs: Sequence[bool],
     epoch: int,
-    top_k: int,
 ) -> list[Tensor]:
     """dx of each local rank, dp of each, dW13, dW2: those that `needs` asks for, in this order."""
     context = context_of(handle)
-    backend = context.choose(w13, top_k)
+    backend = context.choose(w13, topk_ids[0].shape[1])
     transport = context.transport(backend)
-    if context.copies is None:
-        experts = make_experts(backend, Masters(w13, w2, w13_scale, w2_scale), context.recipe, transposed=True)
-    else:
-        experts = context.copies.for_backward(epoch if epoch >= 0 else None)
+    masters = Masters(w13, w2, w13_scale, w2_scale)
+    with _on(w13.device):
+        if context.copies is None:
+            experts = make_experts(backend, masters, context.recipe, transposed=True)
+        else:
+            experts = context.copies.for_backward(backend, masters, context.recipe, epoch if epoch >= 0 else None)
     num_local = len(douts)
     grads_of_weights = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (w13, w2)]
     into = [list(g.chunk(num_local)) if need else None for g, need in zip(grads_of_weights, needs[2:], strict=True)]
@@ -159,7 +161,7 @@ def backward_op(
         grads = backend.backward(
             transport,
             [dout.to(torch.bfloat16) for dout in douts],
-            unpack(saved, list(xs), backend, context, save, top_k),
+            unpack(saved, list(xs), list(topk_ids), backend, context, save),
             split_experts(experts, num_local),
             Needs(needs[0], needs[1], *into),
         )
@@ -171,8 +173,8 @@ def backward_op(
 
 
 @backward_op.register_fake
-def _(douts, saved, xs, w13, w2, w13_scale, w2_scale, spec, handle, save, needs, epoch, top_k):  # type: ignore[no-untyped-def]
-    found = []
+def _(douts, saved, xs, topk_ids, w13, w2, w13_scale, w2_scale, spec, handle, save, needs, epoch):  # type: ignore[no-untyped-def]
+    found, top_k = [], topk_ids[0].shape[1]
     if needs[0]:
         found += [dout.new_empty(dout.shape, dtype=torch.bfloat16) for dout in douts]
     if needs[1]:
@@ -189,12 +191,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)
     ctx.spec, ctx.handle, ctx.save, ctx.counts = spec, handle, save, (len(saved), 0 if save == "pool" else len(xs))
-    ctx.out_shapes, ctx.top_k = [out.shape for out in outs], topk_ids[0].shape[1]
+    ctx.out_shapes = [out.shape for out in outs]
     traced = isinstance(w13, FakeTensor | FunctionalTensor) or type(handle) is not int
     ctx.context = None if traced else context_of(handle)  # alive until the backward
     copies = None if ctx.context is None else ctx.context.copies
     ctx.epoch = -1 if copies is None else copies.epoch
-    ctx.save_for_backward(*saved, *(xs if save != "pool" else ()), w13, w2, w13_scale, w2_scale)
+    chosen = (_spec(spec) if ctx.context is None else ctx.context).choose(w13, topk_ids[0].shape[1])
+    ctx.needs_ids = chosen.saves_codes  # a plan says all about the routing
+    kept = [*(xs if save != "pool" else ()), *(topk_ids if ctx.needs_ids else ())]
+    ctx.save_for_backward(*saved, *kept, w13, w2, w13_scale, w2_scale)
 
 
 def _backward(ctx: Any, d_outs: list[Tensor | None], d_saved: list[None]) -> tuple[Any, ...]:
@@ -202,14 +207,15 @@ def _backward(ctx: Any, d_outs: list[Tensor | None], d_saved: list[None]) -> tup
     num_saved, num_xs = ctx.counts
     kept = ctx.saved_tensors  # unpacked once: activation checkpointing allows no more
     saved, xs = kept[:num_saved], kept[num_saved : num_saved + num_xs]
-    w13, w2, w13_scale, w2_scale = kept[num_saved + num_xs :]
+    *ids, w13, w2, w13_scale, w2_scale = kept[num_saved + num_xs :]
+    topk_ids = ids if ctx.needs_ids else [saved[-1]]  # a plan's last tensor is [T, K] too
     douts = [
         w13.new_zeros(shape, dtype=torch.bfloat16) if dout is None else dout
         for dout, shape in zip(d_outs, ctx.out_shapes, strict=True)
     ]
     needs = [any(need_x), any(need_p), need_w13, need_w2]
     found = backward_op(
-        douts, saved, xs, w13, w2, w13_scale, w2_scale, ctx.spec, ctx.handle, ctx.save, needs, ctx.epoch, ctx.top_k
+        douts, saved, xs, topk_ids, w13, w2, w13_scale, w2_scale, ctx.spec, ctx.handle, ctx.save, needs, ctx.epoch
     )
     left = iter(found)
     num_local = len(douts)
@@ -267,7 +273,7 @@ def pack(saved: Saved) -> list[Tensor]:
 
 
 def unpack(
-    packed: Sequence[Tensor], xs: list[Tensor], backend: Backend, context: MoEContext, save: str, top_k: int
+    packed: Sequence[Tensor], xs: list[Tensor], topk_ids: list[Tensor], backend: Backend, context: MoEContext, save: str
 ) -> Saved:
     """The inverse of `pack`."""
     left, transport = iter(packed), context.transport(backend)
@@ -283,8 +289,9 @@ def unpack(
             else:
                 pools.append(QuantizedRows(data, None, k_major=True))
     if backend.saves_codes:
+        top_k = topk_ids[0].shape[1]
         orders = tuple(RowOrder(next(left), next(left), next(left), top_k) for _ in range(transport.num_ranks))
-        return Saved(orders, context.recipe, weights, gate_ups or None, pools or None, xs or None)
+        return Saved(orders, context.recipe, weights, gate_ups or None, pools or None, xs or None, topk_ids)
     ranks = tuple(RankPlan(*(next(left) for _ in _PLAN_FIELDS)) for _ in range(transport.num_ranks))
     pairs = [(next(left), next(left)) for _ in range(transport.num_ranks)]
     owner, row = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)

@@ -45,6 +45,7 @@ class ExpertWeights:
         w13_t: [E_l, H, 2I], the transposed copy for the backward; None where there is none to come.
         w2_t: [E_l, I, H].
         fused: the weights as a fused forward reads them, a dataclass of tensors [E_l, ...]; None without one.
+        fused_t: the same of a fused backward.
     """
 
     w13: QuantizedWeight
@@ -52,6 +53,7 @@ class ExpertWeights:
     w13_t: QuantizedWeight | None = None
     w2_t: QuantizedWeight | None = None
     fused: Any = None
+    fused_t: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Saved:
         gate_ups: bf16 [P, 2I], or None after save="recompute".
         pools: rows as they travelled, or None after save="repull" or "recompute".
         xs: the inputs, where the pools are None.
+        topk_ids: the routing, where `plan` is a row order.
     """
 
     plan: RoutingPlan | tuple[RowOrder, ...]
@@ -106,6 +109,7 @@ class Saved:
     gate_ups: list[torch.Tensor] | None
     pools: list[QuantizedRows] | None
     xs: list[torch.Tensor] | None
+    topk_ids: list[torch.Tensor] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

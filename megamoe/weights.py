@@ -27,6 +27,7 @@ class Quantizer(Protocol):
     """A backend, as far as copies are concerned."""
 
     name: str
+    is_fused: bool
 
     def copy_weight(
         self, weight: torch.Tensor | QuantizedWeight, row_groups: int, recipe: Recipe, transposed: bool
@@ -35,7 +36,7 @@ class Quantizer(Protocol):
         ...
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
-        """The weights with what a fused forward reads, if it reads anything else."""
+        """The weights with `fused` and, where there are transposed ones, `fused_t`."""
         ...
 
 
@@ -67,6 +68,13 @@ class _Copy:
     transposed: QuantizedWeight | None
 
 
+@dataclasses.dataclass
+class _Fused:
+    key: tuple[Any, ...]
+    storages: tuple[StorageWeakRef | None, ...]
+    experts: ExpertWeights
+
+
 class WeightCopies:
     """The copies of one layer's weights.
 
@@ -81,7 +89,7 @@ class WeightCopies:
         self.epoch = 0
         self._owner = weakref.ref(owner) if owner is not None else None
         self._copies: dict[str, _Copy] = {}
-        self._fused: tuple[tuple[QuantizedWeight, QuantizedWeight], Any] | None = None
+        self._fused: _Fused | None = None
         _watch_optimizers(self)
 
     def refresh(self) -> None:
@@ -94,6 +102,8 @@ class WeightCopies:
         """Free the copies of the backward; one that is still needed is made again from that of the forward."""
         for copy in self._copies.values():
             copy.transposed = None
+        if self._fused is not None:
+            self._fused.experts = dataclasses.replace(self._fused.experts, fused_t=None)
 
     def num_bytes(self) -> int:
         """Bytes of all copies that are not the masters themselves."""
@@ -104,10 +114,11 @@ class WeightCopies:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in own:
                     held[storage._cdata] = storage.nbytes()
-        if self._fused is not None and self._fused[1] is not None:
-            for field in dataclasses.fields(self._fused[1]):
-                storage = getattr(self._fused[1], field.name).untyped_storage()
-                held[storage._cdata] = storage.nbytes()
+        if self._fused is not None:
+            for group in (self._fused.experts.fused, self._fused.experts.fused_t):
+                for field in () if group is None else dataclasses.fields(group):
+                    storage = getattr(group, field.name).untyped_storage()
+                    held[storage._cdata] = storage.nbytes()
         return sum(held.values())
 
     def for_forward(
@@ -122,33 +133,54 @@ class WeightCopies:
             requantize: whether weights that train are quantised again (False: is_first_microbatch=False).
             transposed: whether a backward is to come.
         """
+        if backend.is_fused:
+            return self._get_fused(backend, masters, recipe, requantize, transposed)
         w13, w13_t = self._get("w13", backend, masters, recipe, requantize, transposed)
         w2, w2_t = self._get("w2", backend, masters, recipe, requantize, transposed)
-        if self._fused is None or self._fused[0][0] is not w13 or self._fused[0][1] is not w2:
-            self._fused = None  # free the old one first
-            self._fused = (w13, w2), backend.prepare(ExpertWeights(w13, w2)).fused
-        return ExpertWeights(w13, w2, w13_t, w2_t, self._fused[1])
+        return ExpertWeights(w13, w2, w13_t, w2_t)
 
-    def for_backward(self, epoch: int | None) -> ExpertWeights:
+    def for_backward(self, backend: Quantizer, masters: Masters, recipe: Recipe, epoch: int | None) -> ExpertWeights:
         """The operands of the backward of a forward that this object served.
 
         Args:
+            backend, masters, recipe: as for the forward.
             epoch: `self.epoch` at that forward, or None if unknown.
 
         Raises:
             MegaMoERuntimeError: the weights changed in between.
         """
-        if not self._copies or epoch not in (None, self.epoch):
+        if not (self._copies or self._fused) or epoch not in (None, self.epoch):
             raise MegaMoERuntimeError(
                 "backward: expected the weights of its forward, got weights changed since by an optimizer step, "
                 "load_state_dict or refresh_weights. Run the backward before they change."
             )
+        if backend.is_fused:
+            assert self._fused is not None
+            if self._fused.experts.fused_t is None:  # released by eval()
+                made = _without_plain_copies(make_experts(backend, masters, recipe, transposed=True))
+                self._fused.experts = made
+            return self._fused.experts
         for copy in self._copies.values():
             if copy.transposed is None:
                 copy.transposed = copy.forward.transposed()
         w13, w2 = self._copies["w13"], self._copies["w2"]
-        fused = None if self._fused is None else self._fused[1]
-        return ExpertWeights(w13.forward, w2.forward, w13.transposed, w2.transposed, fused)
+        return ExpertWeights(w13.forward, w2.forward, w13.transposed, w2.transposed)
+
+    def _get_fused(
+        self, backend: Quantizer, masters: Masters, recipe: Recipe, requantize: bool, transposed: bool
+    ) -> ExpertWeights:
+        """Both weights in the order of a fused kernel, which replaces the plain copies."""
+        sources = (masters.w13, masters.w13_scale, masters.w2, masters.w2_scale)
+        key = (backend.name, recipe.precision, recipe.scale_format, *(_identity(t) for t in sources))
+        held = self._fused
+        stale = held is None or held.key != key or (any(masters.trains) and requantize)
+        if stale or (transposed and held is not None and held.experts.fused_t is None):
+            self._fused = held = None  # free the old copies first
+            experts = _without_plain_copies(make_experts(backend, masters, recipe, transposed=transposed))
+            storages = tuple(None if t is None else StorageWeakRef(t.untyped_storage()) for t in sources)
+            self._fused = _Fused(key, storages, experts)
+        assert self._fused is not None
+        return self._fused.experts
 
     def _get(
         self, name: str, backend: Quantizer, masters: Masters, recipe: Recipe, requantize: bool, transposed: bool
@@ -177,10 +209,20 @@ class WeightCopies:
 
 
 def make_experts(backend: Quantizer, masters: Masters, recipe: Recipe, *, transposed: bool) -> ExpertWeights:
-    """Copies for one call, kept by nobody."""
+    """The operands of a forward and, if asked for, of a backward."""
     w13, w13_t = make_copy(backend, masters.w13, masters.w13_scale, row_groups=2, recipe=recipe, transposed=transposed)
     w2, w2_t = make_copy(backend, masters.w2, masters.w2_scale, row_groups=1, recipe=recipe, transposed=transposed)
-    return ExpertWeights(w13, w2, w13_t, w2_t)
+    return backend.prepare(ExpertWeights(w13, w2, w13_t, w2_t))
+
+
+def _without_plain_copies(weights: ExpertWeights) -> ExpertWeights:
+    """Weights whose kernels read `fused` only: the plain copies keep their shapes and give up their memory."""
+
+    def shell(w: QuantizedWeight | None) -> QuantizedWeight | None:
+        return None if w is None else dataclasses.replace(w, data=w.data.new_empty(1, 1, 1).expand(w.data.shape))
+
+    plain = {name: shell(getattr(weights, name)) for name in ("w13", "w2", "w13_t", "w2_t")}
+    return dataclasses.replace(weights, **plain)  # type: ignore[arg-type]
 
 
 def make_copy(
@@ -214,15 +256,15 @@ def split_experts(weights: ExpertWeights, num_parts: int) -> list[ExpertWeights]
         scale = None if w.scale is None else w.scale.narrow(0, i * each, each)
         return dataclasses.replace(w, data=w.data.narrow(0, i * each, each), scale=scale)
 
-    def fused_part(i: int) -> Any:
-        if weights.fused is None:
+    def fused_part(fused: Any, i: int) -> Any:
+        if fused is None:
             return None
-        fields = {f.name: getattr(weights.fused, f.name) for f in dataclasses.fields(weights.fused)}
-        return type(weights.fused)(**{name: t.narrow(0, i * each, each) for name, t in fields.items()})
+        tensors = {f.name: getattr(fused, f.name).narrow(0, i * each, each) for f in dataclasses.fields(fused)}
+        return type(fused)(**tensors)
 
-    fields = (weights.w13, weights.w2, weights.w13_t, weights.w2_t)
+    plain, fused = (weights.w13, weights.w2, weights.w13_t, weights.w2_t), (weights.fused, weights.fused_t)
     return [
-        ExpertWeights(*(part(w, i) for w in fields), fused_part(i))  # type: ignore[arg-type]
+        ExpertWeights(*(part(w, i) for w in plain), *(fused_part(f, i) for f in fused))  # type: ignore[arg-type]
         for i in range(num_parts)
     ]
 

@@ -39,10 +39,12 @@ class Problem:
     world: Literal["one", "local", "group"] = "one"
 
     @classmethod
-    def of(cls, device: torch.device, recipe: Recipe, **sizes: Any) -> Problem:
-        """The problem on a device of this machine; `sizes` are the other fields."""
+    def of(
+        cls, device: torch.device, recipe: Recipe, hidden_size: int, intermediate_size: int, **sizes: Any
+    ) -> Problem:
+        """The problem on a device of this machine; `sizes` are the fields behind these."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(device.type, capability, recipe.precision, **sizes)
+        return cls(device.type, capability, recipe.precision, hidden_size, intermediate_size, **sizes)
 
 
 class Backend(Protocol):
@@ -69,8 +71,11 @@ class Backend(Protocol):
         """A weight as the forward reads it and, if asked for, as the backward reads it."""
         ...
 
+    is_fused: bool
+    """Whether its kernels read the weights in an order of their own, which `prepare` makes."""
+
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
-        """The weights with what a fused forward reads, if it reads anything else."""
+        """The weights with `fused` and, where there are transposed ones, `fused_t`."""
         ...
 
     def forward(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from megamoe.errors import CapacityError, MegaMoERuntimeError, MegaMoETimeout
 from megamoe.quantize import QuantizedRows
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan, check_id_values
-from megamoe.torch_steps import SwigluGrads
 from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, RowOrder, Saved
 
 SOURCE_SHIFT = 27
@@ -30,10 +29,11 @@ KEPT_WORKSPACES = 4
 
 
 class CuteBackend(StepwiseBackend):
-    """Fused forward and CuTe-DSL weight gradients; the data gradient runs as Triton steps on the same row order."""
+    """Fused forward, fused data gradient, CuTe-DSL weight gradients. Triton quantises the weights."""
 
-    auto_device = "none until it is measured through the layer"
+    auto_device: str | None = "none until it is measured through the layer"
     saves_codes = True
+    is_fused = True
 
     def __init__(self) -> None:
         super().__init__("cute", "megamoe.triton_kernels")
@@ -74,10 +74,17 @@ class CuteBackend(StepwiseBackend):
         )
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        from cute_kernels.backward_launch import prepare_backward_weights
         from cute_kernels.weights import prepare_weights
 
-        w13, w2 = weights.w13, weights.w2
-        return dataclasses.replace(weights, fused=prepare_weights(w13.data, w13.scale, w2.data, w2.scale))
+        w13, w2, w13_t, w2_t = weights.w13, weights.w2, weights.w13_t, weights.w2_t
+        assert w13.scale is not None and w2.scale is not None
+        fused = prepare_weights(w13.data, w13.scale, w2.data, w2.scale)
+        fused_t = None
+        if w13_t is not None and w2_t is not None:
+            assert w13_t.scale is not None and w2_t.scale is not None
+            fused_t = prepare_backward_weights(w13_t.data, w13_t.scale, w2_t.data, w2_t.scale)
+        return dataclasses.replace(weights, fused=fused, fused_t=fused_t)
 
     def forward(
         self,
@@ -99,30 +106,27 @@ class CuteBackend(StepwiseBackend):
         if not sum(tokens):
             return _nothing(xs, num_local, experts[0].w2.data.shape[2], top_k, recipe, options)
         rows = options.num_rows or unfused.worst_rows(sum(tokens) * top_k, num_local)
-        keeps = options.save in ("pool", "repull")
         # a call that saves gives its pool away: its rows are exactly those promised; others share a roomy workspace
-        bound = max(tokens) if options.save != "none" else _next_power(max(tokens))
-        key = (xs[0].device, xs[0].shape[1], num_local, len(xs), top_k, bound, rows if options.save != "none" else None)
-        shared = self._workspace(key)
-        shared.enter()
-        results = fused_forward(
-            shared.workspaces,
-            [x.contiguous() for x in xs],
-            list(topk_ids),
-            list(topk_weights),
-            [mine.fused for mine in experts],
-            clamp=recipe.clamp,
-            pow2_scales=recipe.scale_format == "pow2",
-            save=keeps,
-            streams=shared.streams,
-        )
-        shared.leave()
+        saves = options.save != "none"
+        shared = self._workspace(xs, num_local, top_k, max(tokens) if saves else _next_power(max(tokens)), rows * saves)
+        with shared.call():
+            results = fused_forward(
+                shared.workspaces,
+                list(xs),
+                list(topk_ids),
+                list(topk_weights),
+                [mine.fused for mine in experts],
+                clamp=recipe.clamp,
+                pow2_scales=recipe.scale_format == "pow2",
+                save=options.save in ("pool", "repull"),
+                streams=shared.streams,
+            )
         if options.debug:
-            shared.check()
+            shared.check("forward")
         outs = [result.out for result in results]
-        if options.save == "none":
+        if not saves:
             return outs, None
-        return outs, _saved([r.buffers for r in results], top_k, recipe, options, xs)
+        return outs, _saved([r.buffers for r in results], top_k, recipe, options, xs, topk_ids)
 
     def backward(
         self,
@@ -132,19 +136,92 @@ class CuteBackend(StepwiseBackend):
         experts: Sequence[ExpertWeights],
         needs: Needs,
     ) -> Grads:
-        assert not isinstance(saved.plan, RoutingPlan)
-        plan = plan_of(saved.plan, [dout.shape[0] for dout in douts])
-        return unfused.backward(
-            self.steps,
-            transport,
-            douts,
-            dataclasses.replace(saved, plan=plan),
-            experts,
-            needs,
-            functools.partial(_weight_grads, self.steps),
-        )
+        from cute_kernels.backward_launch import fused_backward
 
-    def _workspace(self, key: tuple[Any, ...]) -> _Shared:
+        orders, topk_ids, recipe = saved.plan, saved.topk_ids, saved.recipe
+        assert not isinstance(orders, RoutingPlan) and topk_ids is not None
+        tokens, num_local = [dout.shape[0] for dout in douts], orders[0].counts.shape[0]
+        if not sum(tokens):
+            return _no_gradients(douts, orders[0].top_k, needs)
+        shared = self._workspace(douts, num_local, orders[0].top_k, max(tokens), orders[0].codes.shape[0])
+        rounding: dict[str, Any] = {"clamp": recipe.clamp, "pow2_scales": recipe.scale_format == "pow2"}
+        pools, gate_ups = saved.pools, saved.gate_ups
+        with shared.call():
+            if gate_ups is None or (pools is None and needs.w13 is not None):
+                pools, gate_ups = self._recompute(shared, saved, experts, rounding)
+            rows = [
+                _Rows(order.codes, p, order.offs, order.counts, gate_up)
+                for order, p, gate_up in zip(orders, saved.weights, gate_ups, strict=True)
+            ]
+            results = fused_backward(
+                shared.workspaces,
+                list(douts),
+                topk_ids,
+                rows,
+                [mine.fused_t for mine in experts],
+                streams=shared.streams,
+                **rounding,
+            )
+            for i, (order, result) in enumerate(zip(orders, results, strict=True)):
+                into = [None if out is None else out[i] for out in (needs.w13, needs.w2)]
+                pool = QuantizedRows(result.pool, result.pool_s, k_major=True)
+                segment = (order.offs, order.counts)
+                x_pool = None if pools is None else pools[i]
+                self._weight_grads(segment, result.grad_bf16, result.weighted, x_pool, pool, into)
+        return Grads([r.dx for r in results], [r.dp for r in results], needs.w13, needs.w2)
+
+    def _recompute(
+        self, shared: _Shared, saved: Saved, experts: Sequence[ExpertWeights], rounding: dict[str, Any]
+    ) -> tuple[list[QuantizedRows], list[torch.Tensor]]:
+        """Pools and gate/up of a forward that did not keep both: the forward once more, its row order given."""
+        from cute_kernels.launch import fused_forward
+
+        assert saved.xs is not None and saved.topk_ids is not None and not isinstance(saved.plan, RoutingPlan)
+        given: Any = [  # only these of the fields of Buffers are read
+            _Rows(order.codes, p, order.offs, order.counts, p)
+            for order, p in zip(saved.plan, saved.weights, strict=True)
+        ]
+        again = fused_forward(
+            shared.workspaces,
+            saved.xs,
+            saved.topk_ids,
+            [ids.new_zeros(ids.shape, dtype=torch.float32) for ids in saved.topk_ids],  # those of the plan are used
+            [mine.fused for mine in experts],
+            save=True,
+            plans=given,
+            streams=shared.streams,
+            **rounding,
+        )
+        buffers = [result.buffers for result in again]
+        return [QuantizedRows(b.pool, b.pool_s, k_major=True) for b in buffers], [b.gate_up for b in buffers]
+
+    def _weight_grads(
+        self,
+        segment: tuple[torch.Tensor, torch.Tensor],
+        d_gate_up: torch.Tensor,
+        weighted: torch.Tensor,
+        x_pool: QuantizedRows | None,
+        d_pool: QuantizedRows,
+        into: Sequence[torch.Tensor | None],
+    ) -> None:
+        """The weight gradients of one rank by the k-grouped CuTe-DSL GEMM, BF16 operands."""
+        from cute_kernels.wgrad_launch import plan_wgrad, wgrad_bf16
+
+        dw13, dw2 = into
+        if dw13 is None and dw2 is None:
+            return
+        queue = plan_wgrad(*segment, d_gate_up.shape[0])
+        if dw2 is not None:
+            wgrad_bf16(self.steps.dequantize(d_pool), weighted, queue, dw2, cursor=0)
+        if dw13 is not None:
+            assert x_pool is not None
+            wgrad_bf16(d_gate_up, self.steps.dequantize(x_pool), queue, dw13, cursor=1)
+
+    def _workspace(
+        self, tensors: Sequence[torch.Tensor], num_local: int, top_k: int, max_tokens: int, rows: int
+    ) -> _Shared:
+        """That of calls with tokens like these; `rows` of a pool, 0: enough for any routing."""
+        key = (tensors[0].device, tensors[0].shape[1], num_local, len(tensors), top_k, max_tokens, rows or None)
         if key in self._workspaces:
             self._workspaces.move_to_end(key)
         else:
@@ -156,6 +233,17 @@ class CuteBackend(StepwiseBackend):
     def release(self) -> None:
         """Free all workspaces. Calls that run must have ended."""
         self._workspaces.clear()
+
+
+@dataclasses.dataclass
+class _Rows:
+    """What a rank's fused call takes of an earlier one: `cute_kernels.backward_launch.SavedRows`."""
+
+    codes: torch.Tensor
+    p: torch.Tensor
+    offs: torch.Tensor
+    counts: torch.Tensor
+    gate_up: torch.Tensor
 
 
 class _Shared:
@@ -184,33 +272,33 @@ class _Shared:
                 device=device,
             )
         self.workspaces = self._world.workspaces
-        self.streams = self._world.streams if num_ranks > 1 else None
+        self.streams: Any = self._world.streams if num_ranks > 1 else None
         self._stream: int | None = None
         self._done = torch.cuda.Event()
 
-    def enter(self) -> None:
-        """Wait for the call before, if it ran on another stream."""
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around every call: wait for the one before, if it ran on another stream."""
         stream = torch.cuda.current_stream()
         if self._stream not in (None, stream.cuda_stream):
             stream.wait_event(self._done)
         self._stream = stream.cuda_stream
-
-    def leave(self) -> None:
+        yield
         if not torch.cuda.is_current_stream_capturing():
             self._done.record()
 
-    def check(self) -> None:
-        """Raise what the calls before recorded. Synchronises."""
+    def check(self, call: str) -> None:
+        """Raise what the calls before recorded; `call` is the last of them. Synchronises."""
         messages = [message for w in self.workspaces if (message := w.error()) is not None]
         if not messages:
             return
         self._world.reset()
         text = "; ".join(messages)
         if "timeout" in text:
-            raise MegaMoETimeout(f"forward: {text}. Look for a rank that did not make this call.")
+            raise MegaMoETimeout(f"{call}: {text}. Look for a rank that did not make this call.")
         if "overflow" in text:
-            raise CapacityError(f"forward: {text}. Raise the capacity.")
-        raise MegaMoERuntimeError(f"forward: {text}.")
+            raise CapacityError(f"{call}: {text}. Raise the capacity.")
+        raise MegaMoERuntimeError(f"{call}: {text}.")
 
 
 def _next_power(n: int) -> int:
@@ -218,7 +306,12 @@ def _next_power(n: int) -> int:
 
 
 def _saved(
-    buffers: Sequence[Any], top_k: int, recipe: Recipe, options: ForwardOptions, xs: Sequence[torch.Tensor]
+    buffers: Sequence[Any],
+    top_k: int,
+    recipe: Recipe,
+    options: ForwardOptions,
+    xs: Sequence[torch.Tensor],
+    topk_ids: Sequence[torch.Tensor],
 ) -> Saved:
     """What a fused call left, as the backward takes it."""
     if options.save == "recompute":  # the buffers are the workspace's
@@ -232,6 +325,7 @@ def _saved(
         None if options.save == "recompute" else [b.gate_up for b in buffers],
         [QuantizedRows(b.pool, b.pool_s, k_major=True) for b in buffers] if options.save == "pool" else None,
         None if options.save == "pool" else list(xs),
+        list(topk_ids),
     )
 
 
@@ -242,30 +336,36 @@ def _nothing(
     outs = [torch.empty_like(x) for x in xs]
     if options.save == "none":
         return outs, None
-    rows, hidden, like = options.num_rows or 0, xs[0].shape[1], xs[0]
-    ints = {"dtype": torch.int32, "device": like.device}
-    orders = tuple(
-        RowOrder(
-            torch.zeros(num_local, **ints), torch.zeros(num_local + 1, **ints), torch.full((rows,), -1, **ints), top_k
-        )
-        for _ in xs
-    )
-    pools = [
-        QuantizedRows(
-            like.new_zeros(rows, hidden, dtype=torch.float8_e4m3fn),
-            like.new_zeros(hidden // BLOCK, rows, dtype=torch.float32),
-            k_major=True,
-        )
-        for _ in xs
-    ]
+    rows, hidden = options.num_rows or 0, xs[0].shape[1]
+
+    def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=xs[0].device)
+
+    def order() -> RowOrder:
+        counts, offs = zeros(num_local, dtype=torch.int32), zeros(num_local + 1, dtype=torch.int32)
+        return RowOrder(counts, offs, zeros(rows, dtype=torch.int32) - 1, top_k)
+
+    def pool() -> QuantizedRows:
+        scale = zeros(hidden // BLOCK, rows, dtype=torch.float32)
+        return QuantizedRows(zeros(rows, hidden, dtype=torch.float8_e4m3fn), scale, k_major=True)
+
+    has_gate_up, has_pool = options.save != "recompute", options.save == "pool"
     return outs, Saved(
-        orders,
+        tuple(order() for _ in xs),
         recipe,
-        [like.new_zeros(rows, dtype=torch.float32) for _ in xs],
-        None if options.save == "recompute" else [like.new_zeros(rows, 2 * inter) for _ in xs],
-        pools if options.save == "pool" else None,
-        None if options.save == "pool" else list(xs),
+        [zeros(rows, dtype=torch.float32) for _ in xs],
+        [zeros(rows, 2 * inter, dtype=torch.bfloat16) for _ in xs] if has_gate_up else None,
+        [pool() for _ in xs] if has_pool else None,
+        None if has_pool else list(xs),
     )
+
+
+def _no_gradients(douts: Sequence[torch.Tensor], top_k: int, needs: Needs) -> Grads:
+    """The backward of a call without tokens."""
+    for out in [*(needs.w13 or ()), *(needs.w2 or ())]:
+        out.zero_()
+    dp = [dout.new_empty(0, top_k, dtype=torch.float32) for dout in douts]
+    return Grads([torch.empty_like(dout) for dout in douts], dp, needs.w13, needs.w2)
 
 
 def plan_of(orders: Sequence[RowOrder], tokens: Sequence[int]) -> RoutingPlan:
@@ -292,28 +392,3 @@ def plan_of(orders: Sequence[RowOrder], tokens: Sequence[int]) -> RoutingPlan:
     trim = lambda values: tuple(v[:-1].view(s) for v, s in zip(values, shape, strict=True))  # noqa: E731
     num_experts = orders[0].counts.shape[0] * len(orders)
     return RoutingPlan(num_experts, tuple(ranks), trim(owners), trim(rows))
-
-
-def _weight_grads(
-    steps: Any,
-    segment: RankPlan,
-    grads: SwigluGrads,
-    pool: QuantizedRows | None,
-    d_pool: QuantizedRows,
-    dw13: torch.Tensor | None,
-    dw2: torch.Tensor | None,
-) -> None:
-    """The weight gradients of one rank by the k-grouped CuTe-DSL GEMM, BF16 operands."""
-    from cute_kernels.wgrad_launch import plan_wgrad, wgrad_bf16
-
-    if segment.num_rows == 0:
-        for out in (dw13, dw2):
-            if out is not None:
-                out.zero_()
-        return
-    queue = plan_wgrad(segment.offs, segment.counts, segment.num_rows)
-    if dw13 is not None:
-        assert pool is not None
-        wgrad_bf16(grads.d_gate_up_bf16, steps.dequantize(pool), queue, dw13, cursor=1)
-    if dw2 is not None:
-        wgrad_bf16(steps.dequantize(d_pool), grads.weighted_act, queue, dw2, cursor=0)

@@ -30,6 +30,7 @@ class StepwiseBackend:
 
     auto_device: str | None = None
     saves_codes = False
+    is_fused = False
 
     @property
     def steps(self) -> Steps:
@@ -76,7 +77,7 @@ class StepwiseBackend:
 class TritonBackend(StepwiseBackend):
     """The steps as Triton kernels: CUDA devices, or the CPU under TRITON_INTERPRET=1."""
 
-    auto_device = "cuda"
+    auto_device: str | None = "cuda"
 
     def __init__(self) -> None:
         super().__init__("triton", "megamoe.triton_kernels")
