@@ -11,7 +11,7 @@ import platform
 import torch
 
 from megamoe._version import __version__
-from megamoe.backends import BACKENDS, Problem, why_not
+from megamoe.backends import BACKENDS, Problem, resolve, why_not
 from megamoe.recipe import Recipe
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "safetensors", "transformers")
@@ -52,14 +52,13 @@ def devices() -> list[dict[str, object]]:
 
 
 def backend_table(sizes: dict[str, int]) -> dict[str, dict[str, str]]:
-    """By backend and precision: "runs", or why not, for a layer of these sizes on the first device."""
+    """By backend and precision, for a layer of these sizes on the first device: "runs", or why not; what "auto" takes."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     table: dict[str, dict[str, str]] = {}
+    problems = [Problem.of(device, recipe, **sizes) for recipe in (Recipe("fp8"), Recipe("bf16"))]
     for name in BACKENDS:
-        table[name] = {}
-        for recipe in (Recipe("fp8"), Recipe("bf16")):
-            problem = Problem.of(device, recipe, **sizes)
-            table[name][recipe.precision] = why_not(name, problem) or "runs"
+        table[name] = {problem.precision: why_not(name, problem) or "runs" for problem in problems}
+    table["auto"] = {problem.precision: f"takes {resolve('auto', problem).name}" for problem in problems}
     return table
 
 
@@ -105,7 +104,7 @@ def info_main(args: argparse.Namespace) -> int:
     for name, value in environment().items():
         print(f"  {name}={value}")
     size = f"H = {args.hidden}, I = {args.intermediate}, E = {args.experts}, K = {args.top_k}"
-    print(f"backends for {size} (auto takes the first that runs)")
+    print(f"backends for {size}")
     for name, answers in backends.items():
         for precision, answer in answers.items():
             print(f"  {name:7} {precision:5} {answer}")

@@ -56,7 +56,8 @@ def test_info_says_what_runs_and_why_not(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["megamoe"] == megamoe.__version__
     assert facts["packages"]["torch"] and set(facts["packages"]) >= {"triton", "nvidia-cutlass-dsl", "safetensors"}
-    assert set(facts["backends"]) == {"torch", "triton", "cute"}
+    assert set(facts["backends"]) == {"torch", "triton", "cute", "auto"}
+    assert facts["backends"]["auto"]["fp8"].removeprefix("takes ") in ("torch", "triton", "cute")
     assert facts["backends"]["torch"] == {"fp8": "runs", "bf16": "runs"}
     if not facts["devices"]:
         triton = facts["backends"]["triton"]["fp8"]
