@@ -112,8 +112,9 @@ def usable(names: list[str], spec: ProblemSpec, recipe: Recipe, device: torch.de
     found = []
     for name in names:
         world = "local" if spec.num_ranks > 1 else "one"
-        sizes = (spec.hidden, spec.intermediate)
-        reason = BACKENDS[name].why_not(Problem.of(device, recipe, *sizes, num_ranks=spec.num_ranks, world=world))
+        sizes = {"num_experts": spec.num_experts, "top_k": spec.top_k, "num_ranks": spec.num_ranks, "world": world}
+        problem = Problem.of(device, recipe, spec.hidden, spec.intermediate, **sizes)
+        reason = BACKENDS[name].why_not(problem)
         if reason is None:
             found.append(name)
         else:

@@ -74,7 +74,7 @@ class BenchProblem:
         for w13, w2 in zip(self.w13.chunk(self.spec.num_ranks), self.w2.chunk(self.spec.num_ranks), strict=True):
             w13_q, w13_t = backend.copy_weight(w13, 2, self.recipe, transposed)
             w2_q, w2_t = backend.copy_weight(w2, 1, self.recipe, transposed)
-            mine.append(ExpertWeights(w13_q, w2_q, w13_t, w2_t))
+            mine.append(backend.prepare(ExpertWeights(w13_q, w2_q, w13_t, w2_t)))
         return mine
 
 

@@ -23,8 +23,8 @@ def need(backend: str, problem: Problem, recipe: Recipe | None = None) -> None:
     """Skip where the backend says that it does not run this problem here."""
     spec, device = problem.spec, problem.xs[0].device
     world = "local" if spec.num_ranks > 1 else "one"
-    sizes = (spec.hidden, spec.intermediate)
-    reason = why_not(backend, Setting.of(device, recipe or Recipe(), *sizes, num_ranks=spec.num_ranks, world=world))
+    sizes = {"num_experts": spec.num_experts, "top_k": spec.top_k, "num_ranks": spec.num_ranks, "world": world}
+    reason = why_not(backend, Setting.of(device, recipe or Recipe(), spec.hidden, spec.intermediate, **sizes))
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
 
