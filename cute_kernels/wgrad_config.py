@@ -92,11 +92,13 @@ class TransposeConfig:
     """width: columns, a multiple of 128. source: "bf16" rows, or "fp8" rows with fp32 scales [width / 128, P].
 
     square: one scale for 128 rows x 128 columns, as the FP8 GEMM's B operand wants, instead of one a column.
+    balanced: rows are multiplied by factors first, see `RowFactors`.
     """
 
     width: int
     source: str
     square: bool
+    balanced: bool = False
 
 
 def locate_tile(index, m_tiles: int, n_tiles: int, minimum: Callable = min):

@@ -1,4 +1,4 @@
-"""Transposed FP8 copies for the FP8 wgrad GEMM: 128 x 128 tiles, quantised along the rows, stored column by column."""
+"""Transposed FP8 copies for the FP8 wgrad GEMM: rows balanced, quantised 128 at a time, stored column by column."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,6 +9,36 @@ from . import numerics
 from .wgrad_config import TransposeConfig
 
 THREADS = 256
+LARGEST_FACTOR = 2.0**100
+
+
+class RowFactors:
+    """For each row of an FP8 pool m, a power of two in proportion to its largest scale, and 1 / m.
+
+    128 rows share a scale in the transposed copies, and their sizes may differ by more than e4m3 spans: loud tokens
+    with faint gradients beside faint tokens with loud ones count alike in dW. So the FP8 pool is divided by m and its
+    partner in the product multiplied by m. Both are exact; what is left differs from row to row only as much as the
+    rows' shares of the sum do.
+    """
+
+    @cute.jit
+    def __call__(self, scales: cute.Tensor, factors: cute.Tensor, stream):
+        """scales [width / 128, P] fp32; factors [2, P] fp32: m, 1 / m."""
+        self.kernel(scales, factors).launch(grid=[scales.shape[1] // 128, 1, 1], block=[128, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, scales, factors):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        row = block * 128 + tid
+        top = Float32(0.0)
+        for i in cutlass.range(scales.shape[0], unroll=8):
+            top = cute.arch.fmax(top, scales[i, row])
+        m = numerics.scale_of(top, True)
+        if m > LARGEST_FACTOR:  # Inf: its block is NaN anyway, the others of the row need not be
+            m = Float32(1.0)
+        factors[0, row] = m
+        factors[1, row] = numerics.reciprocal(m)
 
 
 class QuantizeTransposed:
@@ -28,10 +58,13 @@ class QuantizeTransposed:
         assert config.width % 128 == 0 and config.source in ("bf16", "fp8")
         self.config = config
         self.dtype = BFloat16 if config.source == "bf16" else Float8E4M3FN
-        self.has_scales = config.source == "fp8"
+        self.has_scales = config.source == "fp8" or config.balanced
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, scales, block_rows: cute.Tensor, q: cute.Tensor, s: cute.Tensor, stream):
+    def __call__(
+        self, x: cute.Tensor, scales, factors, block_rows: cute.Tensor, q: cute.Tensor, s: cute.Tensor, stream
+    ):
+        """scales [width / 128, P] of an e4m3 pool, factors [P] if balanced: fp32, else None."""
         box = cute.make_layout((128, 128), stride=(128, 1))
         tma, x_map = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (128, 128))
 
@@ -45,14 +78,14 @@ class QuantizeTransposed:
             full: cute.struct.MemRange[Int64, 1]
 
         self.shared = Shared
-        self.kernel(tma, x_map, scales, block_rows, q, s).launch(
+        self.kernel(tma, x_map, scales, factors, block_rows, q, s).launch(
             grid=[self.config.width // 128, q.shape[0], 1],
             block=[THREADS, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, tma, x_map, scales, block_rows, q, s):
+    def kernel(self, tma, x_map, scales, factors, block_rows, q, s):
         tid, _, _ = cute.arch.thread_idx()
         column_block, block, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
@@ -69,7 +102,12 @@ class QuantizeTransposed:
         rows = block_rows[block]
         if const_expr(self.has_scales):
             if tid < 128:
-                row_scales[tid] = scales[column_block, block * 128 + tid]
+                scale = Float32(1.0)
+                if const_expr(scales is not None):
+                    scale = scales[column_block, block * 128 + tid]
+                if const_expr(factors is not None):
+                    scale = scale * factors[block * 128 + tid]
+                row_scales[tid] = scale
         cute.arch.sync_threads()
         cute.arch.mbarrier_wait(full, 0)
         if rows > 0:

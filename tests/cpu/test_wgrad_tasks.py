@@ -104,6 +104,24 @@ def test_cursor_and_limit_are_checked_before_the_launch():
         wgrad_launch._launch(config, (), queue, out, 0, 1, 1)
 
 
+def test_row_factors_check_their_scales():
+    with pytest.raises(ValueError, match="scales: expected a multiple of 128 rows, got 100"):
+        wgrad_launch.row_factors(torch.zeros(2, 100))
+    with pytest.raises(ValueError, match="scales: expected torch.float32, got torch.float64"):
+        wgrad_launch.row_factors(torch.zeros(2, 128, dtype=torch.float64))
+    x = torch.zeros(256, 128, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"factors: expected shape \(256,\), got \(128,\)"):
+        wgrad_launch.transpose_quantized(x, queue_of([3, 5], 256), factors=torch.ones(128))
+
+
+def test_fp8_weight_gradients_want_fp8_pools(monkeypatch):
+    monkeypatch.setattr(wgrad_launch, "plan_wgrad", lambda offs, counts, rows: queue_of([3, 5], 256))
+    x = torch.zeros(256, 128, dtype=torch.bfloat16)
+    operands = wgrad_launch.WgradOperands(x, x, x, None, x, None)
+    with pytest.raises(ValueError, match="operands: expected e4m3 x and d with their scales, got bf16"):
+        wgrad_launch.weight_gradients(operands, x, x, None, torch.zeros(2, 128, 128))
+
+
 def test_weight_gradients_in_bf16_want_bf16_pools():
     queue = queue_of([3, 5], 256)
     fp8 = torch.zeros(256, 128, dtype=torch.float8_e4m3fn)

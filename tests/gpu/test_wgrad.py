@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.wgrad_launch import plan_wgrad, transpose_quantized, wgrad_bf16, wgrad_fp8
+from cute_kernels.wgrad_launch import plan_wgrad, row_factors, transpose_quantized, wgrad_bf16, wgrad_fp8
 
 FP8 = torch.float8_e4m3fn
 NAN_BYTE = 0x7F
@@ -201,7 +201,8 @@ def test_output_behind_two_to_the_31_elements():
 
 @pytest.mark.parametrize("square", [False, True], ids=["column", "square"])
 @pytest.mark.parametrize("source", ["bf16", "fp8"])
-def test_transposed_copy_follows_the_recipe(source, square):
+@pytest.mark.parametrize("balanced", [False, True], ids=["plain", "balanced"])
+def test_transposed_copy_follows_the_recipe(source, square, balanced):
     width = 384
     x = make_pool(UNEVEN, width)
     x[:, 5] *= 1e-3
@@ -213,7 +214,11 @@ def test_transposed_copy_follows_the_recipe(source, square):
         scales = torch.rand(width // 128, x.shape[0], device="cuda") + 0.1
         x = (values / 4).to(FP8)
         values = x.float() * scales.t().repeat_interleave(128, 1)
-    q, s = transpose_quantized(x, queue, scales, square)
+    factors = None
+    if balanced:
+        factors = torch.exp2(torch.randint(-20, 20, (x.shape[0],), device="cuda").float())
+        values = values * factors[:, None]
+    q, s = transpose_quantized(x, queue, scales, square, factors)
 
     real = torch.zeros(x.shape[0], 1, dtype=torch.bool, device="cuda")
     real[row_of(UNEVEN)] = True
@@ -246,3 +251,18 @@ def test_nan_in_a_real_row_stays_in_its_row_and_column():
         assert bool(out[0, 7].isnan().all())
         out[0, 7] = 0
         assert not bool(out.isnan().any())
+
+
+def test_row_factors_are_powers_of_two_in_proportion():
+    scales = torch.rand(17, 256, device="cuda") * torch.exp(3 * torch.randn(1, 256, device="cuda"))
+    scales[:, 3] = 0
+    scales[2, 5] = float("inf")
+    m, inverse = row_factors(scales)
+    want = torch.exp2(torch.ceil(torch.log2(scales.amax(0) / 448)))
+    normal = torch.ones(256, dtype=torch.bool, device="cuda")
+    normal[[3, 5]] = False
+    ratio = m / want
+    assert bool(((ratio == 1) | (ratio == 2))[normal].all())  # on the edge of a power either will do
+    assert m[3].item() > 0 and m[5].item() == 1
+    assert torch.equal(m * inverse, torch.ones_like(m))
+    assert not bool((m.view(torch.int32) & 0x7FFFFF).any())

@@ -8,6 +8,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.wgrad_launch import (
     WgradOperands,
     plan_wgrad,
+    row_factors,
     transpose_quantized,
     weight_gradients,
     wgrad_bf16,
@@ -54,21 +55,22 @@ def test_gates_and_the_two_db_rule(dtype):
         return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
 
     x_bf16, d_bf16 = forward.pool.dequantize(torch.bfloat16), d_rows.dequantize(torch.bfloat16)
+    m_x, m_d = row_factors(forward.pool.scale), row_factors(d_rows.scale)
     bf16 = {
         "dW13": wgrad_bf16(grads.d_gate_up_bf16, x_bf16, queue, empty(NUM_EXPERTS, 2 * INTER, HIDDEN), cursor=0),
         "dW2": wgrad_bf16(d_bf16, grads.weighted_act, queue, empty(NUM_EXPERTS, HIDDEN, INTER), cursor=1),
     }
     fp8 = {
         "dW13": wgrad_fp8(
-            transpose_quantized(grads.d_gate_up_bf16, queue),
-            transpose_quantized(forward.pool.data, queue, forward.pool.scale, square=True),
+            transpose_quantized(grads.d_gate_up_bf16, queue, factors=m_x[0]),
+            transpose_quantized(forward.pool.data, queue, forward.pool.scale, True, m_x[1]),
             queue,
             empty(NUM_EXPERTS, 2 * INTER, HIDDEN),
             cursor=2,
         ),
         "dW2": wgrad_fp8(
-            transpose_quantized(d_rows.data, queue, d_rows.scale),
-            transpose_quantized(grads.weighted_act, queue, square=True),
+            transpose_quantized(d_rows.data, queue, d_rows.scale, False, m_d[1]),
+            transpose_quantized(grads.weighted_act, queue, None, True, m_d[0]),
             queue,
             empty(NUM_EXPERTS, HIDDEN, INTER),
             cursor=3,
@@ -118,11 +120,14 @@ def test_weight_gradients_are_the_two_gemms(precision):
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_a_graph_replays_with_new_routing(precision):
     """Counts, offsets and pools live on the device only: a captured call serves whatever they hold."""
-    counts_now, width = [100, 0, 300, 128], 256
-    rows = 1024
+    counts_now, width, rows = [100, 0, 300, 128], 256, 1024
     offs, counts = torch.zeros(5, dtype=torch.int32, device="cuda"), torch.zeros(4, dtype=torch.int32, device="cuda")
     pools = [torch.randn(rows, width, device="cuda").bfloat16() for _ in range(4)]
-    operands = WgradOperands(pools[0], pools[1][:, :128].contiguous(), pools[2], None, pools[3], None)
+    x, d = (quantize_rows(v, Recipe()) for v in pools[2:])
+    weighted = pools[1][:, :128].contiguous()
+    operands = WgradOperands(pools[0], weighted, pools[2], None, pools[3], None)
+    if precision == "fp8":
+        operands = WgradOperands(pools[0], weighted, x.data, x.scale.t().contiguous(), d.data, d.scale.t().contiguous())
     dw13 = torch.full((4, 256, width), float("nan"), device="cuda")
     dw2 = torch.full((4, width, 128), float("nan"), device="cuda")
 
@@ -158,3 +163,23 @@ def test_a_graph_replays_with_new_routing(precision):
                 assert gates.rel_l2(dw13[e], want) < (0.05 if precision == "fp8" else 1e-5)
             else:
                 assert not dw13[e].any() and not dw2[e].any()
+
+
+def test_rows_of_very_different_size():
+    """Rows of x from 1e-3 to 1e3 within 128, their partners the other way round: all count alike, none may be lost."""
+    rows, counts = 256, [200]
+    magnitude = torch.logspace(-3, 3, rows, device="cuda")[torch.randperm(rows, device="cuda"), None]
+    x, d = torch.randn(rows, 256, device="cuda") * magnitude, torch.randn(rows, 384, device="cuda") * magnitude
+    d_gate_up, weighted = (torch.randn(rows, n, device="cuda") / magnitude for n in (512, 256))
+    xq, dq = (quantize_rows(v.bfloat16(), Recipe()) for v in (x, d))
+    d_gate_up, weighted = d_gate_up.bfloat16(), weighted.bfloat16()
+    operands = WgradOperands(
+        d_gate_up, weighted, xq.data, xq.scale.t().contiguous(), dq.data, dq.scale.t().contiguous()
+    )
+    offs, n = torch.tensor([0, 256], device="cuda").int(), torch.tensor(counts, device="cuda").int()
+    dw13, dw2 = torch.empty(1, 512, 256, device="cuda"), torch.empty(1, 384, 256, device="cuda")
+    weight_gradients(operands, offs, n, dw13, dw2)
+    for got, a, b in ((dw13, d_gate_up, xq.dequantize()), (dw2, dq.dequantize(), weighted)):
+        want = a[:200].double().t() @ b[:200].double()
+        for part, wanted in zip(got[0].split(128), want.split(128), strict=True):
+            assert gates.sqnr_db(part, wanted) > 27  # two roundings to e4m3
