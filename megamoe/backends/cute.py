@@ -261,7 +261,7 @@ class _Shared:
     ) -> None:
         from cute_kernels.launch import LocalWorld
 
-        with torch.cuda.device(device):
+        with _on(device):
             self._world = LocalWorld(
                 num_ranks,
                 hidden=hidden,
@@ -299,6 +299,10 @@ class _Shared:
         if "overflow" in text:
             raise CapacityError(f"{call}: {text}. Raise the capacity.")
         raise MegaMoERuntimeError(f"{call}: {text}.")
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device)
 
 
 def _next_power(n: int) -> int:
