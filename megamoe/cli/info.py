@@ -52,7 +52,7 @@ def devices() -> list[dict[str, object]]:
 
 
 def backend_table(sizes: dict[str, int]) -> dict[str, dict[str, str]]:
-    """By backend and precision, for a layer of these sizes on the first device: "runs", or why not; what "auto" takes."""
+    """By backend and precision, for these sizes on the first device: "runs", or why not; and what "auto" takes."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     table: dict[str, dict[str, str]] = {}
     problems = [Problem.of(device, recipe, **sizes) for recipe in (Recipe("fp8"), Recipe("bf16"))]
