@@ -278,8 +278,8 @@ def _cat_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def block_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """sum over channels of a * b, fp32 [rows], in the recipe's order.
 
-    Inside 128 channels four quarters of 32 are added ascending, then the 32 sums at distance 4, 2, 1, 8 and 16 (which is
-    how a thread's and a quad's accumulators lie in the fused kernel); the blocks are then added ascending.
+    Inside 128 channels four quarters of 32 are added ascending, then the 32 sums at distance 4, 2, 1, 8 and 16 (which
+    is how a thread's and a quad's accumulators lie in the fused kernel); the blocks are then added ascending.
     """
     rows, channels = a.shape
     blocks = -(-channels // BLOCK)
