@@ -65,7 +65,7 @@ def compare(case: Case, world: Any) -> None:
             assert torch.equal(scale.cpu(), scale_cpu)
 
 
-@pytest.mark.parametrize("case", [*ONE_RANK, *CASES[2], *CASES[4]], ids=str)
+@pytest.mark.parametrize("case", [*ONE_RANK[:2], CASES[2][0], CASES[2][3], CASES[4][0]], ids=str)  # each size compiles
 def test_virtual_ranks_on_the_gpu_equal_the_cpu(case: Case) -> None:
     compare(case, LocalWorld(case.num_ranks))
 
