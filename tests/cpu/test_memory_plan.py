@@ -204,6 +204,40 @@ def test_pool_rows(capacity: int | str | None) -> None:
     assert memory_plan(CONFIG, 1, tokens=0).pool_rows == 0
 
 
+@pytest.mark.parametrize("save", ["pool", "recompute", "none"])
+def test_fused_calls_are_planned_with_the_kernels_own_layout(save: str) -> None:
+    pytest.importorskip("cutlass")
+    from cute_kernels.launch import Buffers
+    from cute_kernels.workspace import layout
+
+    plan = memory_plan(CONFIG, 1, save, tokens=512, options=PlanOptions(backend="cute"))
+    saves = save == "pool"
+    buffers = Buffers.allocate(256, 384, plan.pool_rows, 8, saves, torch.device("cpu"))
+    stage = {item.name: item.num_bytes for s in plan.stages if s.name == "fused forward" for item in s.items}
+    blob = layout(256, 512, 2, 8, 1, 132, plan.pool_rows // 128).size
+    if saves:
+        mine = sum(stage[name] for name in ("pool", "h", "gate/up", "row order", "row weights"))
+        assert stage["workspace"] == blob
+    else:  # the call's buffers are the workspace's
+        mine = stage["workspace"] - blob
+    assert mine == pytest.approx(buffers.num_bytes, rel=0.01)
+    # in the order of the kernels, copies are there beside FP8 masters too
+    frozen = memory_plan(CONFIG, save=save, options=PlanOptions("fp8", backend="cute"))
+    assert frozen.copies_bytes == plan.copies_bytes
+
+
+def test_fused_kernels_run_where_they_run() -> None:
+    with pytest.raises(MegaMoEValueError, match=r"backend: expected 'steps' or 'cute', got 'triton'"):
+        memory_plan(CONFIG, options=PlanOptions(backend="triton"))
+    for ranks, options in ((2, PlanOptions(backend="cute")), (1, PlanOptions(precision="bf16", backend="cute"))):
+        with pytest.raises(MegaMoEValueError, match=r"backend: expected 'steps' unless H and I are multiples of 128"):
+            memory_plan(CONFIG, ranks, options=options)
+    with pytest.raises(MegaMoEValueError, match=r"backend: .* got 'cute' with I = 192, fp8, 1 ranks"):
+        memory_plan(dataclasses.replace(CONFIG, intermediate_size=192), options=PlanOptions(backend="cute"))
+    both = memory_plan(CONFIG, 2, tokens=512, options=PlanOptions(is_virtual=True, backend="cute"))
+    assert both.pool_rows == memory_plan(CONFIG, 2, "pool", "worst", tokens=512).pool_rows and not both.is_estimate
+
+
 def test_less_is_saved_in_the_order_of_the_modes_and_more_ranks_need_less() -> None:
     config = MoEConfig(7168, 2048, 256, 8)
     by_mode = [memory_plan(config, 8, save).saved_bytes for save in ("pool", "repull", "recompute", "none")]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import torch
 
+from megamoe import backends
 from megamoe.config import MoEConfig
 from megamoe.layer import MegaMoE
 from megamoe.memory_plan import MemoryPlan, PlanOptions, human, memory_plan
@@ -24,7 +26,8 @@ class MemoryCase:
     backend: str = "triton"
 
     def plan(self) -> MemoryPlan:
-        options = PlanOptions(self.weights, self.precision)
+        backend = "cute" if self.backend == "cute" else "steps"
+        options = PlanOptions(self.weights, self.precision, backend=backend)
         return memory_plan(self.config, save=self.save, tokens=self.tokens, options=options)
 
     def __str__(self) -> str:
@@ -38,6 +41,7 @@ def measure_peak(case: MemoryCase) -> int:
     """Peak bytes of a forward, and of its backward unless save is "none", above x and the gradient of out."""
     save = "pool" if case.save == "none" else case.save
     device = torch.device("cuda")
+    release_all()
     layer = MegaMoE(
         case.config,
         backend=case.backend,
@@ -65,6 +69,27 @@ def measure_peak(case: MemoryCase) -> int:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - x.nbytes - dout.nbytes - cublas_workspaces()
+
+
+def release_all() -> None:
+    """Free what the fused backend keeps for calls of earlier cases."""
+    cute = backends.BACKENDS["cute"]
+    if hasattr(cute, "release"):
+        cute.release()
+    if importlib.util.find_spec("cutlass") is not None:
+        from cute_kernels.weights import granule_order
+
+        granule_order.cache_clear()
+
+
+def why_not(case: MemoryCase) -> str | None:
+    """Why the case does not run here."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    c, device = case.config, torch.device("cuda")
+    sizes = {"hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size}
+    problem = backends.Problem.of(device, Recipe(case.precision), **sizes, num_experts=c.num_experts, top_k=c.top_k)
+    return backends.why_not(case.backend, problem)
 
 
 def cublas_workspaces() -> int:
