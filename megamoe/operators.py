@@ -155,8 +155,11 @@ def backward_op(
         else:
             experts = context.copies.for_backward(backend, masters, context.recipe, epoch if epoch >= 0 else None)
     num_local = len(douts)
-    grads_of_weights = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (w13, w2)]
-    into = [list(g.chunk(num_local)) if need else None for g, need in zip(grads_of_weights, needs[2:], strict=True)]
+    grads_of_weights = [
+        torch.empty_like(w, memory_format=torch.contiguous_format) if need else None
+        for w, need in zip((w13, w2), needs[2:], strict=True)
+    ]
+    into = [None if g is None else list(g.chunk(num_local)) for g in grads_of_weights]
     with _on(w13.device):
         grads = backend.backward(
             transport,
@@ -168,7 +171,7 @@ def backward_op(
     found: list[Tensor] = []
     for need, per_rank in zip(needs, (grads.dx, grads.dp), strict=False):
         found += per_rank if need and per_rank is not None else []
-    found += [g for g, need in zip(grads_of_weights, needs[2:], strict=True) if need]
+    found += [g for g in grads_of_weights if g is not None]
     return _unaliased(found, [*douts, *saved])
 
 
