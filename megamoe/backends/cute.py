@@ -164,10 +164,7 @@ class CuteBackend(StepwiseBackend):
             )
             for i, (order, result) in enumerate(zip(orders, results, strict=True)):
                 into = [None if out is None else out[i] for out in (needs.w13, needs.w2)]
-                pool = QuantizedRows(result.pool, result.pool_s, k_major=True)
-                segment = (order.offs, order.counts)
-                x_pool = None if pools is None else pools[i]
-                self._weight_grads(segment, result.grad_bf16, result.weighted, x_pool, pool, into)
+                self._weight_grads(recipe, order, result, None if pools is None else pools[i], into)
         return Grads([r.dx for r in results], [r.dp for r in results], needs.w13, needs.w2)
 
     def _recompute(
@@ -197,25 +194,25 @@ class CuteBackend(StepwiseBackend):
 
     def _weight_grads(
         self,
-        segment: tuple[torch.Tensor, torch.Tensor],
-        d_gate_up: torch.Tensor,
-        weighted: torch.Tensor,
+        recipe: Recipe,
+        order: RowOrder,
+        result: Any,
         x_pool: QuantizedRows | None,
-        d_pool: QuantizedRows,
         into: Sequence[torch.Tensor | None],
     ) -> None:
-        """The weight gradients of one rank by the k-grouped CuTe-DSL GEMM, BF16 operands."""
-        from cute_kernels.wgrad_launch import plan_wgrad, wgrad_bf16
+        """The weight gradients of one rank by the k-grouped CuTe-DSL GEMMs, from what forward and dgrad left."""
+        from cute_kernels.wgrad_launch import weight_gradients
 
-        dw13, dw2 = into
-        if dw13 is None and dw2 is None:
+        if all(out is None for out in into):
             return
-        queue = plan_wgrad(*segment, d_gate_up.shape[0])
-        if dw2 is not None:
-            wgrad_bf16(self.steps.dequantize(d_pool), weighted, queue, dw2, cursor=0)
-        if dw13 is not None:
-            assert x_pool is not None
-            wgrad_bf16(d_gate_up, self.steps.dequantize(x_pool), queue, dw13, cursor=1)
+        d_pool = QuantizedRows(result.pool, result.pool_s, k_major=True)
+        x_pool = d_pool if x_pool is None else x_pool  # not read: dW13 is not wanted
+        operands = result.operands(x_pool.data, x_pool.scale)
+        precision = getattr(recipe, "wgrad_operands", "bf16")
+        if precision == "bf16":
+            x, d = self.steps.dequantize(x_pool), self.steps.dequantize(d_pool)
+            operands = dataclasses.replace(operands, x=x, x_scale=None, d=d, d_scale=None)
+        weight_gradients(operands, order.offs, order.counts, *into, precision=precision)
 
     def _workspace(
         self, tensors: Sequence[torch.Tensor], num_local: int, top_k: int, max_tokens: int, rows: int

@@ -6,7 +6,9 @@ saves nothing are as the kernels leave them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from megamoe import torch_steps as steps
 from megamoe.backends import cute
 from megamoe.quantize import QuantizedRows, QuantizedWeight
 from megamoe.recipe import Recipe
-from megamoe.routing_plan import RoutingPlan
+from megamoe.routing_plan import RankPlan, RoutingPlan
 from megamoe.unfused import RowOrder
 
 
@@ -131,22 +133,47 @@ def fused_backward(
             pool_s=pool.scale,
             grad_bf16=grads.d_gate_up_bf16,
             weighted=grads.weighted_act,
+            operands=functools.partial(_operands, grads, pool),
         )
         for r, (pool, grads) in enumerate(made)
     ]
 
 
-def plan_wgrad(offs: torch.Tensor, counts: torch.Tensor, num_rows: int, num_gemms: int = 2) -> Any:
-    return SimpleNamespace(offs=offs, counts=counts, num_rows=num_rows, used=set())
+def _operands(grads: Any, pool: QuantizedRows, x: torch.Tensor, x_scale: torch.Tensor | None) -> Operands:
+    return Operands(grads.d_gate_up_bf16, grads.weighted_act, x, x_scale, pool.data, pool.scale)
 
 
-def wgrad_bf16(
-    a: torch.Tensor, b: torch.Tensor, queue: Any, out: torch.Tensor, *, cursor: int = 0, **options: Any
-) -> torch.Tensor:
-    assert cursor not in queue.used, "a queue serves each cursor once"
-    queue.used.add(cursor)
-    out.fill_(float("nan"))
-    return steps.wgrad(a, b, queue, out=out)
+@dataclasses.dataclass
+class Operands:
+    """Stands for `wgrad_launch.WgradOperands`."""
+
+    d_gate_up: torch.Tensor
+    weighted_act: torch.Tensor
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    d: torch.Tensor
+    d_scale: torch.Tensor | None
+
+
+def weight_gradients(
+    operands: Operands,
+    offs: torch.Tensor,
+    counts: torch.Tensor,
+    dw13: torch.Tensor | None,
+    dw2: torch.Tensor | None,
+    *,
+    precision: str,
+) -> None:
+    assert (precision == "fp8") == (operands.x_scale is not None) == (operands.d_scale is not None)
+    x, d = (
+        QuantizedRows(data, scale, k_major=True).dequantize(torch.bfloat16)
+        for data, scale in ((operands.x, operands.x_scale), (operands.d, operands.d_scale))
+    )
+    no_rows = torch.empty(x.shape[0], dtype=torch.int32)
+    segment = RankPlan(counts, offs, no_rows, no_rows, no_rows)
+    for out, a, b in ((dw2, d, operands.weighted_act), (dw13, operands.d_gate_up, x)):
+        if out is not None:
+            steps.wgrad(a, b, segment, out=out.fill_(float("nan")))
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> cute.CuteBackend:
@@ -163,13 +190,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> cute.CuteBackend:
     monkeypatch.setattr(weights, "prepare_weights", Pair)
     monkeypatch.setattr(backward_launch, "fused_backward", fused_backward)
     monkeypatch.setattr(backward_launch, "prepare_backward_weights", Pair)
-    monkeypatch.setattr(wgrad_launch, "plan_wgrad", plan_wgrad)
-    monkeypatch.setattr(wgrad_launch, "wgrad_bf16", wgrad_bf16)
+    monkeypatch.setattr(wgrad_launch, "weight_gradients", weight_gradients)
     stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *a: stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda *a, **k: SimpleNamespace(record=lambda: None))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cute, "_on", lambda device: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(cute, "_on", lambda device: contextlib.nullcontext())
     World.made = []
     return backend
 
@@ -178,6 +204,3 @@ def cute_backends() -> dict[str, Any]:
     from megamoe.backends import BACKENDS
 
     return BACKENDS  # type: ignore[return-value]
-
-
-__all__ = ["Pair", "QuantizedRows", "World", "install"]
