@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import triton
-
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
@@ -21,7 +19,6 @@ class GemmConfig:
         depth: channels a step; 128 for FP8.
         warps, stages: Triton's num_warps and num_stages. registers: a thread's limit, None for none.
         pair: two tiles side by side in one program (FP8 only).
-        specialized: a pair whose loads have a warpgroup of their own (FP8 only; `warps` is that of one warpgroup).
         group: m-blocks visited before the next n-block, for reuse in L2.
     """
 
@@ -32,7 +29,6 @@ class GemmConfig:
     stages: int
     registers: int | None = None
     pair: bool = False
-    specialized: bool = False
     group: int = 16
 
 
@@ -48,15 +44,11 @@ class WgradConfig:
     group: int = 8
 
 
-SPECIALIZES = triton.__version__.startswith("3.6.")
-"""Whether this Triton compiles specialised kernels as measured: 3.6 does, 3.9 fails to."""
-
 FP8_GEMMS: tuple[GemmConfig, ...] = (
     GemmConfig(64, 128, 128, warps=4, stages=3),
+    GemmConfig(128, 64, 128, warps=8, stages=3, pair=True),
     GemmConfig(128, 128, 128, warps=8, stages=4),
-    GemmConfig(128, 128, 128, warps=8, stages=4, pair=True),
     GemmConfig(64, 64, 128, warps=4, stages=4),
-    *([GemmConfig(128, 128, 128, warps=4, stages=4, pair=True, specialized=True)] if SPECIALIZES else []),
 )
 BF16_GEMMS: tuple[GemmConfig, ...] = (
     GemmConfig(128, 256, 64, warps=8, stages=4),
@@ -75,8 +67,9 @@ WGRADS: tuple[WgradConfig, ...] = (
 def pick_gemm(k: int, scaled: bool) -> GemmConfig:
     """The configuration for k channels of the operands, a pure function.
 
-    FP8 on an H200: at K = 7168 one 128-row tile an SM (909 TFLOP/s) beats three 64-row tiles (807), whose loads pass
-    L2 more often; at K = 2048 they beat it (878 to 788), as their epilogues hide each other (November 2026).
+    FP8 on an H200 (November 2026): two 128 x 64 tiles in one program, two programs an SM, are best at K = 7168 and
+    4096 (980 and 907 TFLOP/s; one 128 x 128 tile an SM: 909 and 766), three 64 x 128 tiles an SM at K = 2048 with few
+    rows an expert (807 against 767).
     """
     if not scaled:
         return BF16_GEMMS[0]

@@ -12,7 +12,7 @@ from megamoe.quantize import QuantizedRows, ceil_div
 from megamoe.routing_plan import RankPlan
 from megamoe.triton_kernels.launch import pointer_table, words
 
-TILE_ROWS, MAX_COLS = 32, 256
+TILE_ROWS, MAX_COLS = 16, 128
 L2_STRIP_BYTES = 20 << 20
 """How much of an H200's 50 MB of L2 cache the strip of columns that is being copied may take."""
 
@@ -26,7 +26,7 @@ def _gather(x, table, source, t, width, c, IS_TABLE: tl.constexpr):
         rows = tl.multiple_of(base[:, None], (16, 16)) + t[:, None] * width
     else:
         rows = x + t[:, None] * width
-    return tl.load(rows + c[None, :], mask=real, other=0)
+    return tl.load(rows + c[None, :], mask=real, other=0, eviction_policy="evict_last")
 
 
 @triton.jit

@@ -133,42 +133,6 @@ def _scaled_gemm_kernel(
 
 
 @triton.jit
-def _specialized_gemm_kernel(
-    a, a_scale, b, b_scale, out, offs, counts, rows, n, experts, k_blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Two tiles side by side of whole blocks, warp specialised: one warpgroup loads, two multiply 64 rows each.
-
-    Neither waits for the other, so one's promotion runs under the other's products, and the second tile's product
-    under the first tile's promotion.
-    """
-    m_block, n_block = _tile(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(n, 2 * COLS), GROUP)
-    m0, n0 = m_block * ROWS, n_block * 2 * COLS
-    n1 = n0 + COLS
-    expert = _expert_of(m0, offs, experts, EXPERTS)
-    some = tl.minimum(expert, experts - 1)
-    end = tl.where(expert < experts, tl.load(offs + some) + tl.load(counts + some), m0)
-    m = m0 + tl.arange(0, ROWS)
-    row = some * n
-    scales = b_scale + row.to(tl.int64) // 128 * k_blocks
-    at0, at1 = scales + n0 // 128 * k_blocks, scales + tl.minimum(n1, n - 1) // 128 * k_blocks
-    acc0 = tl.zeros((ROWS, COLS), tl.float32)
-    acc1 = tl.zeros((ROWS, COLS), tl.float32)
-    for kb in tl.range(0, tl.where(end > m0, k_blocks, 0), warp_specialize=True):
-        ta = a.load([m0, kb * 128])
-        t0 = b.load([row + n0, kb * 128])
-        t1 = b.load([row + n1, kb * 128])
-        sa = tl.load(a_scale + as_int64(kb) * rows + m, mask=m < rows, other=0.0)[:, None]
-        s0, s1 = tl.load(at0 + kb), tl.load(at1 + kb)
-        p0 = dot(ta, t0.T)
-        p1 = dot(ta, t1.T)
-        acc0 = multiply_add(p0, sa * s0, acc0)
-        acc1 = multiply_add(p1, sa * s1, acc1)
-    _store(out, acc0, m0, n0, end, rows, n, ROWS, COLS)
-    _store(out, acc1, m0, n1, end, rows, n, ROWS, COLS)
-
-
-@triton.jit
 def _plain_gemm_kernel(
     a, b, out, offs, counts, rows, n, k, experts, TMA: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
@@ -238,12 +202,6 @@ def grouped_gemm(
     each_k, each_n = k // rows.groups, n // weight.row_groups
     k_blocks = rows.groups * ceil_div(each_k, BLOCK)
     assert config.depth == BLOCK and config.cols <= BLOCK, config
-    if config.specialized and whole:
-        _specialized_gemm_kernel[grid](
-            a_tiles, rows.scale.contiguous(), b_tiles, weight.scale.contiguous(), out, plan.offs, plan.counts, num_rows,
-            n, experts, k_blocks, triton.next_power_of_2(experts), config.rows, config.cols, config.group, **launch,
-        )  # fmt: skip
-        return out
     _scaled_gemm_kernel[grid](
         a_tiles, rows.scale.contiguous(), b_tiles, weight.scale.contiguous(), out, plan.offs, plan.counts, num_rows,
         n, k, experts, each_k, each_n, k_blocks, whole, triton.next_power_of_2(experts), config.rows, config.cols,

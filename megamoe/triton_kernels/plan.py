@@ -18,61 +18,58 @@ from megamoe.recipe import BLOCK
 from megamoe.routing_plan import RankPlan, RoutingPlan, check_id_values, check_topk_ids, experts_per_rank
 from megamoe.triton_kernels.numerics import as_int64
 
-CHUNK = 512
-SCAN_TILE = 8192
+CHUNK = 128
+SCAN_CHUNKS, SCAN_EXPERTS = 512, 16
 
 
 @triton.jit
 def _count_kernel(
-    ids, chunk_counts, bad, first_chunk, num_ids, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr
+    ids, chunk_counts, counts, bad, first_chunk, num_ids, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
-    """chunk_counts[first_chunk + pid, e] = ids of this chunk that are e; bad[...] = ids outside [-1, E)."""
+    """chunk_counts[first_chunk + pid, e] = ids of this chunk that are e; counts and `bad` (foreign ids) add up.
+
+    The atomic sums are of integers: whoever comes first, they are the same.
+    """
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     e = tl.load(ids + i, mask=i < num_ids, other=-1)
     real = (e >= 0) & (e < num_experts)
     bins = tl.arange(0, BINS)
-    counts = tl.histogram(tl.where(real, e, num_experts).to(tl.int32), BINS)
+    n = tl.histogram(tl.where(real, e, num_experts).to(tl.int32), BINS)
     chunk = (first_chunk + tl.program_id(0)).to(tl.int64)
-    tl.store(chunk_counts + chunk * num_experts + bins, counts, mask=bins < num_experts)
-    tl.store(bad + chunk, tl.sum((~real & (e != -1)).to(tl.int32), axis=0))
+    tl.store(chunk_counts + chunk * num_experts + bins, n, mask=bins < num_experts)
+    tl.atomic_add(counts + bins, n, mask=(bins < num_experts) & (n > 0), sem="relaxed")
+    num_bad = tl.sum((~real & (e != -1)).to(tl.int32), axis=0)
+    tl.atomic_add(bad, num_bad, mask=num_bad > 0, sem="relaxed")
 
 
 @triton.jit
 def _scan_kernel(
-    chunk_counts, counts, offs, bad, summary, num_chunks, num_experts, per_rank, alignment, EXPERTS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    chunk_counts, counts, offs, summary, num_chunks, num_experts, per_rank, alignment, ALL: tl.constexpr,
+    EXPERTS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """For the experts of one rank: counts, offs, and each chunk's counts replaced by its first row of each expert.
+    """Of EXPERTS experts of one rank: each chunk's count becomes the first row of that chunk's ids of the expert.
 
-    summary[rank] = rows of the rank's pool, summary[R] = bad ids of all ranks.
+    The first program of a rank also writes its offs and, to summary[rank], its rows.
     """
-    rank = tl.program_id(0)
-    e = tl.arange(0, EXPERTS)
-    at_expert = chunk_counts + rank * per_rank + e[None, :]
-    total = tl.zeros((EXPERTS,), tl.int32)
+    parts = tl.cdiv(per_rank, EXPERTS)
+    rank, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    every = tl.arange(0, ALL)
+    n = tl.load(counts + rank * per_rank + every, mask=every < per_rank, other=0)
+    aligned = (n + alignment - 1) // alignment * alignment
+    first = tl.cumsum(aligned, axis=0) - aligned
+    if part == 0:
+        tl.store(offs + rank * (per_rank + 1) + every, first, mask=every < per_rank)
+        tl.store(offs + rank * (per_rank + 1) + per_rank, tl.sum(aligned, axis=0))
+        tl.store(summary + rank, tl.sum(aligned, axis=0))
+    e = part * EXPERTS + tl.arange(0, EXPERTS)
+    row = tl.sum(tl.where(every[:, None] == e[None, :], first[:, None], 0), axis=0)
     for begin in range(0, num_chunks, CHUNKS):
         c = begin + tl.arange(0, CHUNKS)
         mask = (c < num_chunks)[:, None] & (e < per_rank)[None, :]
-        total += tl.sum(tl.load(at_expert + c.to(tl.int64)[:, None] * num_experts, mask=mask, other=0), axis=0)
-    aligned = (total + alignment - 1) // alignment * alignment
-    row = tl.cumsum(aligned, axis=0) - aligned
-    tl.store(counts + rank * per_rank + e, total, mask=e < per_rank)
-    tl.store(offs + rank * (per_rank + 1) + e, row, mask=e < per_rank)
-    tl.store(offs + rank * (per_rank + 1) + per_rank, tl.sum(aligned, axis=0))
-    tl.store(summary + rank, tl.sum(aligned, axis=0))
-    for begin in range(0, num_chunks, CHUNKS):
-        c = begin + tl.arange(0, CHUNKS)
-        mask = (c < num_chunks)[:, None] & (e < per_rank)[None, :]
-        at = at_expert + c.to(tl.int64)[:, None] * num_experts
-        n = tl.load(at, mask=mask, other=0)
-        tl.store(at, tl.cumsum(n, axis=0) - n + row[None, :], mask=mask)
-        row += tl.sum(n, axis=0)
-    if rank == 0:
-        bad_ids = 0
-        for begin in range(0, num_chunks, 1024):
-            c = begin + tl.arange(0, 1024)
-            bad_ids += tl.sum(tl.load(bad + c, mask=c < num_chunks, other=0), axis=0)
-        tl.store(summary + tl.num_programs(0), bad_ids)
+        at = chunk_counts + rank * per_rank + e[None, :] + c.to(tl.int64)[:, None] * num_experts
+        here = tl.load(at, mask=mask, other=0)
+        tl.store(at, tl.cumsum(here, axis=0) - here + row[None, :], mask=mask)
+        row += tl.sum(here, axis=0)
 
 
 @triton.jit
@@ -86,14 +83,10 @@ def _place_kernel(
     e = tl.load(ids + i, mask=i < num_ids, other=-1)
     real = (e >= 0) & (e < num_experts)
     e = tl.where(real, e, -1).to(tl.int32)
+    earlier = (e[:, None] == e[None, :]) & (place[None, :] < place[:, None])
     chunk = (first_chunk + tl.program_id(0)).to(tl.int64)
     at = tl.load(chunk_rows + chunk * num_experts + e, mask=real, other=0)
-    for begin in range(0, CHUNK, 16):  # how many of the chunk's earlier ids name the same expert
-        earlier = begin + tl.arange(0, 16)
-        j = tl.program_id(0) * CHUNK + earlier
-        other = tl.load(ids + j, mask=j < num_ids, other=-1).to(tl.int32)
-        same = (e[:, None] == other[None, :]) & (earlier[None, :] < place[:, None])
-        at += tl.sum(same.to(tl.int32), axis=1)
+    at += tl.sum(earlier.to(tl.int32), axis=1)
     rank = e // per_rank
     tl.store(owner + i, tl.where(real, rank, -1), mask=i < num_ids)
     tl.store(row + i, tl.where(real, at, -1), mask=i < num_ids)
@@ -163,7 +156,7 @@ def make_plan(
         if chunks[r]:
             _place_kernel[(chunks[r],)](
                 ids, chunk_rows, owner[r], row[r], rows_of, r, first, ids.numel(), num_experts, per_rank,
-                ids.shape[1], most, num_ranks, CHUNK, num_warps=8,
+                ids.shape[1], most, num_ranks, CHUNK,
             )  # fmt: skip
         first += chunks[r]
     ranks = tuple(
@@ -179,18 +172,20 @@ def _scan(
     """(first row of each expert in each chunk [chunks, E], counts [E], offs [R, E_l + 1], summary [R + 1])."""
     device, num_ranks, total = topk_ids[0].device, len(topk_ids), sum(chunks)
     ints = {"dtype": torch.int32, "device": device}
-    chunk_counts, bad = torch.empty(max(total, 1), num_experts, **ints), torch.empty(max(total, 1), **ints)
-    counts, offs = torch.empty(num_experts, **ints), torch.empty(num_ranks, per_rank + 1, **ints)
-    summary = torch.empty(num_ranks + 1, **ints)
+    chunk_counts, offs = torch.empty(max(total, 1), num_experts, **ints), torch.empty(num_ranks, per_rank + 1, **ints)
+    sums = torch.zeros(num_experts + num_ranks + 1, **ints)
+    counts, summary = sums[:num_experts], sums[num_experts:]
     bins = max(32, triton.next_power_of_2(num_experts + 1))
     first = 0
     for ids, n in zip(topk_ids, chunks, strict=True):
         if n:
-            _count_kernel[(n,)](ids, chunk_counts, bad, first, ids.numel(), num_experts, CHUNK, bins)
+            _count_kernel[(n,)](
+                ids, chunk_counts, counts, summary[num_ranks:], first, ids.numel(), num_experts, CHUNK, bins
+            )
         first += n
-    experts = triton.next_power_of_2(per_rank)
-    _scan_kernel[(num_ranks,)](
-        chunk_counts, counts, offs, bad, summary, total, num_experts, per_rank, alignment, experts,
-        max(1, SCAN_TILE // experts), num_warps=8,
+    experts = min(SCAN_EXPERTS, triton.next_power_of_2(per_rank))
+    _scan_kernel[(num_ranks * ceil_div(per_rank, experts),)](
+        chunk_counts, counts, offs, summary, total, num_experts, per_rank, alignment,
+        triton.next_power_of_2(per_rank), experts, SCAN_CHUNKS, num_warps=8,
     )  # fmt: skip
     return chunk_counts, counts, offs, summary

@@ -61,38 +61,58 @@ def quantize_rows(x: torch.Tensor, recipe: Recipe) -> QuantizedRows:
 
 
 @triton.jit
+def _load_weight(w, n, cols, live_n, k, stride_n, stride_k):
+    mask = live_n[:, None] & (cols < k)[None, :]
+    at = n.to(tl.int64)[:, None] * stride_n + cols.to(tl.int64)[None, :] * stride_k
+    return tl.load(w + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _quantize_weight_kernel(
     w, data, scale, words_t, scale_t, each, n, k, stride_e, stride_n, stride_k, row_blocks, n_blocks, k_blocks,
     TRANSPOSE: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     """One 128 x 128 block of one expert; `row_blocks` of them cover one of the matrices stacked along N.
 
-    `words_t` is the transposed copy [E, K, N / 4] in 32-bit words; TRANSPOSE needs `each` to be a multiple of 4.
+    The block is held as four tiles of every fourth row, whose bytes make the words of `words_t`, the transposed copy
+    [E, K, N / 4]: Triton 3.6 corrupts tiles of bytes that change their layout (a quarter of the bytes of a transposed
+    fp32 weight on an H200), so what is transposed is 32 bits wide. TRANSPOSE needs `each` to be a multiple of 4.
     """
     pid = tl.program_id(0)
     kb = pid % k_blocks
     nb = pid // k_blocks % n_blocks
     e = (pid // (k_blocks * n_blocks)).to(tl.int64)
     group = nb // row_blocks
-    rows = group * each + nb % row_blocks * 128 + tl.arange(0, 128)
+    end = (group + 1) * each
+    row = group * each + nb % row_blocks * 128 + tl.arange(0, 32) * 4
     cols = kb * 128 + tl.arange(0, 128)
-    mask = (rows < (group + 1) * each)[:, None] & (cols < k)[None, :]
-    rows64, cols64 = rows.to(tl.int64), cols.to(tl.int64)
-    v = tl.load(w + e * stride_e + rows64[:, None] * stride_n + cols64[None, :] * stride_k, mask=mask, other=0.0)
-    v = v.to(tl.float32)
-    s = scale_of(tl.max(tl.max(magnitude_or_zero(v), axis=1), axis=0), POW2)
-    q = to_e4m3(v * inverse(s))
-    tl.store(data + (e * n + rows64[:, None]) * k + cols[None, :], q, mask=mask)
+    at_w = w + e * stride_e
+    v0 = _load_weight(at_w, row, cols, row < end, k, stride_n, stride_k)
+    v1 = _load_weight(at_w, row + 1, cols, row + 1 < end, k, stride_n, stride_k)
+    v2 = _load_weight(at_w, row + 2, cols, row + 2 < end, k, stride_n, stride_k)
+    v3 = _load_weight(at_w, row + 3, cols, row + 3 < end, k, stride_n, stride_k)
+    largest = tl.maximum(magnitude_or_zero(v0), magnitude_or_zero(v1))
+    largest = tl.maximum(largest, tl.maximum(magnitude_or_zero(v2), magnitude_or_zero(v3)))
+    s = scale_of(tl.max(tl.max(largest, axis=1), axis=0), POW2)
+    inv = inverse(s)
+    q0, q1, q2, q3 = to_e4m3(v0 * inv), to_e4m3(v1 * inv), to_e4m3(v2 * inv), to_e4m3(v3 * inv)
+    inside = (cols < k)[None, :]
+    at = data + (e * n + row[:, None]) * k + cols[None, :]
+    tl.store(at, q0, mask=(row < end)[:, None] & inside)
+    tl.store(at + k, q1, mask=(row + 1 < end)[:, None] & inside)
+    tl.store(at + 2 * k, q2, mask=(row + 2 < end)[:, None] & inside)
+    tl.store(at + 3 * k, q3, mask=(row + 3 < end)[:, None] & inside)
     tl.store(scale + (e * n_blocks + nb) * k_blocks + kb, s)
     if TRANSPOSE:
-        # Four rows at a time as 32-bit words: Triton 3.6 corrupts tiles of bytes that change their layout on the way to
-        # transposed addresses (a quarter of the bytes of an fp32 weight on an H200).
-        shifted = q.to(tl.uint8, bitcast=True).to(tl.int32) << (tl.arange(0, 128) % 4 * 8)[:, None]
-        words = tl.sum(tl.reshape(shifted, (32, 4, 128)), axis=1)
-        quads = group * each + nb % row_blocks * 128 + tl.arange(0, 32) * 4
-        inside = (quads < (group + 1) * each)[:, None] & (cols < k)[None, :]
-        tl.store(words_t + (e * k + cols64[None, :]) * (n // 4) + (quads // 4)[:, None], words, mask=inside)
+        words = _byte(q0) | (_byte(q1) << 8) | (_byte(q2) << 16) | (_byte(q3) << 24)
+        to = words_t + (e * k + cols.to(tl.int64)[None, :]) * (n // 4) + (row // 4)[:, None]
+        tl.store(to, words, mask=(row < end)[:, None] & inside)
         tl.store(scale_t + (e * k_blocks + kb) * n_blocks + nb, s)
+
+
+@triton.jit
+def _byte(q):
+    return q.to(tl.uint8, bitcast=True).to(tl.int32)
 
 
 def _check_weight(w: torch.Tensor, row_groups: int) -> None:

@@ -24,8 +24,8 @@ from megamoe.triton_kernels.numerics import (
     to_e4m3,
 )
 
-TILE_ROWS = 32
-BACKWARD_TILE_ROWS, BACKWARD_WARPS = 16, 4
+TILE_ROWS = 16
+BACKWARD_TILE_ROWS, BACKWARD_WARPS = 8, 2
 
 
 @triton.jit
@@ -81,26 +81,19 @@ def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Quant
 
 
 @triton.jit
-def _halves(x, ROWS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):
-    """Columns seen as [BEFORE, 2, AFTER]: those with 0 and those with 1 in the middle, [ROWS, BEFORE * AFTER] each."""
-    lower, upper = tl.split(tl.permute(tl.reshape(x, (ROWS, BEFORE, 2, AFTER)), (0, 1, 3, 2)))
-    return tl.reshape(lower, (ROWS, BEFORE * AFTER)), tl.reshape(upper, (ROWS, BEFORE * AFTER))
-
-
-@triton.jit
-def _fold(x, ROWS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):
-    lower, upper = _halves(x, ROWS, BEFORE, AFTER)
-    return lower + upper
-
-
-@triton.jit
 def _fold_128(x, ROWS: tl.constexpr):
-    """The sum of 128 columns in the recipe's order, [ROWS]: quarters of 32 ascending, then distances 4, 2, 1, 8, 16."""
-    lower, upper = _halves(x, ROWS, 1, 64)
-    q0, q1 = _halves(lower, ROWS, 1, 32)
-    q2, q3 = _halves(upper, ROWS, 1, 32)
-    x = _fold(_fold(_fold(((q0 + q1) + q2) + q3, ROWS, 4, 4), ROWS, 4, 2), ROWS, 4, 1)
-    return tl.reshape(_fold(_fold(x, ROWS, 2, 1), ROWS, 1, 1), (ROWS,))
+    """The sum of 128 columns in the recipe's order, [ROWS]: quarters of 32 ascending, then distances 4, 2, 1, 8, 16.
+
+    Reductions of two values, or of one or two among zeros, are exact in whatever order they are compiled to.
+    """
+    x = tl.reshape(x, (ROWS, 4, 32))
+    quarter = tl.arange(0, 4)[None, :, None]
+    low = tl.sum(tl.where(quarter < 2, x, 0.0), axis=1)
+    x = (low + tl.sum(tl.where(quarter == 2, x, 0.0), axis=1)) + tl.sum(tl.where(quarter == 3, x, 0.0), axis=1)
+    x = tl.sum(tl.reshape(x, (ROWS, 4, 2, 4)), axis=2)
+    x = tl.sum(tl.reshape(x, (ROWS, 4, 2, 2)), axis=2)
+    x = tl.sum(tl.reshape(x, (ROWS, 2, 2, 2)), axis=3)
+    return tl.sum(tl.sum(x, axis=2), axis=1)
 
 
 @triton.jit

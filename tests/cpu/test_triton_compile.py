@@ -14,8 +14,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHARED_BYTES = 232_448
-MAY_SPILL = {"_scaled_gemm_kernel": 104, "_quantize_weight_kernel": 32}
-"""Bytes a thread; what they pay for is a second program an SM (measured on an H200, November 2026)."""
+MAY_SPILL_BYTES = 16
 
 
 def compile_kernels(*options: str, cache: Path) -> list[dict]:
@@ -29,7 +28,7 @@ def compile_kernels(*options: str, cache: Path) -> list[dict]:
 
 def check(kernels: list[dict]) -> None:
     for kernel in kernels:
-        assert kernel["spill_bytes"] <= MAY_SPILL.get(kernel["name"], 0), kernel
+        assert kernel["spill_bytes"] <= MAY_SPILL_BYTES, kernel
         assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
     by_name: dict[str, list[dict]] = {}
     for kernel in kernels:
@@ -38,6 +37,8 @@ def check(kernels: list[dict]) -> None:
     assert all(k["bf16_mma"] and k["tma_loads"] for k in by_name["_plain_gemm_kernel"] + by_name["_wgrad_kernel"])
     assert all(k["approximate"] for name in ("_swiglu_kernel", "_swiglu_backward_kernel") for k in by_name[name])
     assert all(k["saturating"] for name in ("_quantize_rows_kernel", "_quantize_weight_kernel") for k in by_name[name])
+    for k in by_name["_quantize_weight_kernel"]:  # through stmatrix Triton 3.6 corrupts tiles that are transposed
+        assert not k["stmatrix"], k
     for k in by_name["_swiglu_kernel"] + by_name["_swiglu_backward_kernel"]:  # products and sums round one by one
         assert not k["contracted"], k
         assert k["saturating"] or not k["ffma"], f"{k}: only the reciprocal of a scale has any"
