@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import importlib.util
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -270,19 +271,21 @@ class _Shared:
             )
         self.workspaces = self._world.workspaces
         self.streams: Any = self._world.streams if num_ranks > 1 else None
+        self._lock = threading.Lock()
         self._stream: int | None = None
         self._done = torch.cuda.Event()
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Around every call: wait for the one before, if it ran on another stream."""
-        stream = torch.cuda.current_stream()
-        if self._stream not in (None, stream.cuda_stream):
-            stream.wait_event(self._done)
-        self._stream = stream.cuda_stream
-        yield
-        if not torch.cuda.is_current_stream_capturing():
-            self._done.record()
+        """Around every call: wait for the one before, if it ran on another stream; one host thread at a time."""
+        with self._lock:
+            stream = torch.cuda.current_stream()
+            if self._stream not in (None, stream.cuda_stream):
+                stream.wait_event(self._done)
+            self._stream = stream.cuda_stream
+            yield
+            if not torch.cuda.is_current_stream_capturing():
+                self._done.record()
 
     def check(self, call: str) -> None:
         """Raise what the calls before recorded; `call` is the last of them. Synchronises."""

@@ -159,6 +159,16 @@ def test_x_of_another_dtype_is_rounded_and_out_has_its_dtype(problem, dtype):
     assert x.grad.dtype == dtype
 
 
+def test_a_backward_may_be_repeated(problem):
+    x = problem.xs[0].clone().requires_grad_()
+    out = mega_moe(x, problem.topk_ids[0], problem.topk_weights[0], problem.w13_E2IH, problem.w2_EHI)
+    (first,) = torch.autograd.grad(out, x, problem.douts[0], retain_graph=True)
+    (second,) = torch.autograd.grad(out, x, problem.douts[0])
+    assert_bitwise(second, first, "dx")
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out, x, problem.douts[0])
+
+
 def test_not_differentiable_twice(problem):
     x = problem.xs[0].clone().requires_grad_()
     out = mega_moe(x, problem.topk_ids[0], problem.topk_weights[0], problem.w13_E2IH, problem.w2_EHI)
