@@ -277,15 +277,20 @@ class _Shared:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Around every call: wait for the one before, if it ran on another stream; one host thread at a time."""
+        """Around every call: wait for the one before, if it ran on another stream; one host thread at a time.
+
+        A call that is captured can wait for nothing outside its graph: capturing synchronises before.
+        """
         with self._lock:
+            if torch.cuda.is_current_stream_capturing():
+                yield
+                return
             stream = torch.cuda.current_stream()
             if self._stream not in (None, stream.cuda_stream):
                 stream.wait_event(self._done)
             self._stream = stream.cuda_stream
             yield
-            if not torch.cuda.is_current_stream_capturing():
-                self._done.record()
+            self._done.record()
 
     def check(self, call: str) -> None:
         """Raise what the calls before recorded; `call` is the last of them. Synchronises."""
