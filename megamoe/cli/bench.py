@@ -19,17 +19,30 @@ from megamoe.cli.bench_problem import BenchProblem, LayerRun, Run, Variant, ceil
 from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape
 from megamoe.cli.records import Record, environment, gpu_name, write_records
 from megamoe.cli.timing import Timing, captured, clock_mhz, time_variants
-from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
+from megamoe.errors import BackendUnavailable, MegaMoEError, MegaMoEValueError, expected
 from megamoe.recipe import Recipe
 
-LAYER_BENCHES = ("forward", "backward", "fwd_bwd")
-BENCHES = (*LAYER_BENCHES, "stages")
-PASSES = {"forward": 1, "backward": 2, "fwd_bwd": 3}
-"""Multiples of the forward's FLOPs."""
+PASSES = {"forward": 1, "backward": 2, "fwd_bwd": 3, "dgrad": 1}
+"""The layer's benches, as multiples of the forward's FLOPs."""
+BENCHES = (*PASSES, "wgrad", "stages")
+SUITE = (
+    {"shapes": "A"},
+    {"shapes": "B"},
+    {"shapes": "C"},
+    {"shapes": "A", "routing": "zipf"},
+    {"shapes": "A", "tokens": 1024},
+    {"shapes": "A", "tokens": 128},
+    {"shapes": "A", "ranks": 2},
+    {"shapes": "A", "ranks": 4},
+)
+"""The cases of the committed records: the first three with stages and charts, the others with the layer alone."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `megamoe bench`."""
+    parser.add_argument(
+        "--suite", action="store_true", help="all cases of the committed records; the next four don't count"
+    )
     parser.add_argument("--shapes", default="A,B,C", help="of A, B, C, or E,H,I,K; several by semicolon or comma")
     parser.add_argument("--tokens", type=int, help="T of all ranks together (default: the shape's)")
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS)
@@ -42,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sustained", type=float, default=0.3, help="seconds of back-to-back launches")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the records")
-    parser.add_argument("--name", default="layer", help="file name of the records: <out>/<gpu>/<name>.json")
+    parser.add_argument("--name", default="layer", help="file of the records: <out>/<gpu>/<name>.json; see also stages")
     parser.add_argument("--no-charts", action="store_true", help="no PNG files beside the records")
 
 
@@ -124,45 +137,84 @@ def usable(names: list[str], spec: ProblemSpec, recipe: Recipe, device: torch.de
     return found
 
 
-def bench_shape(name: str, spec: ProblemSpec, args: argparse.Namespace, device: torch.device) -> list[Record]:
-    """All records of one shape; everything that is timed is timed in one interleaved run."""
+def bench_case(
+    name: str, spec: ProblemSpec, args: argparse.Namespace, device: torch.device
+) -> tuple[list[Record], int]:
+    """All records of one case, timed in one interleaved run, and how many backends failed.
+
+    A backend that misses a gate or raises is named on stderr and has no record.
+    """
     recipe, benches = Recipe(args.precision), choices("--bench", args.bench, BENCHES)
     backends = usable(choices("--backends", args.backends, tuple(BACKENDS)), spec, recipe, device)
     problem = BenchProblem(spec, recipe, device)
-    training = "backward" in benches or "fwd_bwd" in benches
+    training = bool({"backward", "fwd_bwd", "dgrad", "wgrad"} & set(benches))
     variants: dict[tuple[str, str], Variant] = {}
-    call: Run
     facts: dict[tuple[str, str], Record] = {}
+    failed = 0
     for backend in backends:
-        run = LayerRun(backend, problem, training)
-        accuracy = errors(problem, run, training)
-        for bench in (b for b in LAYER_BENCHES if b in benches):
-            call = {"forward": run.forward, "backward": run.backward, "fwd_bwd": run.forward_backward}[bench]
-            variants[bench, backend] = Variant(call, problem.flops * PASSES[bench])
-            shown = accuracy if bench != "forward" else {"rel_l2_out": accuracy["rel_l2_out"]}
-            facts[bench, backend] = shown | {"peak_bytes": peak_bytes(call, device)}
+        try:
+            found = layer_variants(LayerRun(backend, problem, training), benches, training)
+        except (AssertionError, MegaMoEError, RuntimeError) as error:
+            print(f"{backend} has no record: {error}", file=sys.stderr)
+            failed += 1
+            continue
+        variants |= {(bench, backend): variant for bench, (variant, _) in found.items()}
+        facts |= {(bench, backend): fact for bench, (_, fact) in found.items()}
     baseline = torch_gemms(problem)
     if baseline is not None:
         variants["gemms", "torch_scaled_grouped_mm" if recipe.precision == "fp8" else "torch_grouped_mm"] = baseline
     if "stages" in benches and "triton" in backends and spec.num_ranks == 1:
-        stages = triton_stages(problem, training)
-        variants |= {(stage, "triton"): variant for stage, variant in stages.items()}
-    variants |= {(bench, "torch"): variant for bench, variant in ceilings(device, recipe.precision).items()}
-    calls, graphs = {}, set()
+        variants |= {(stage, "triton"): variant for stage, variant in triton_stages(problem, training).items()}
+        variants |= {(bench, "torch"): variant for bench, variant in ceilings(device, recipe.precision).items()}
+    calls: dict[tuple[str, str], Run] = {}
     for key, variant in variants.items():
         variant.run()
-        graph = None if args.eager else captured(variant.run, device)
+        graph = captured(variant.run, device) if variant.capturable and not args.eager else None
         calls[key] = graph or variant.run
-        graphs |= {key} if graph else set()
-    times, clock = _time(calls, f"{name} T={sum(spec.num_tokens)}", args, device)
+        facts[key] = facts.get(key, {}) | {"graph": graph is not None}
+    times, clock = _time(calls, f"{name} T={sum(spec.num_tokens)} {spec.routing} R={spec.num_ranks}", args, device)
     common = {"shape": name, "T": sum(spec.num_tokens), "routing": spec.routing, "ranks": spec.num_ranks}
     records = []
     for (bench, backend), variant in variants.items():
         record = {"bench": bench, **common, "backend": backend, "precision": recipe.precision}
-        record |= figures(variant, times[bench, backend]) | facts.get((bench, backend), {})
-        records.append(record | {"graph": (bench, backend) in graphs})
+        records.append(record | figures(variant, times[bench, backend]) | facts[bench, backend])
+    if "wgrad" in benches:
+        records += wgrad_records(records, problem.flops)
     add_ratios(records)
-    return [r | {"clock_mhz": clock} | environment(str(r["backend"]), device) for r in records]
+    return [r | {"clock_mhz": clock} | environment(str(r["backend"]), device) for r in records], failed
+
+
+def layer_variants(run: LayerRun, benches: list[str], training: bool) -> dict[str, tuple[Variant, Record]]:
+    """What is timed of one backend, and what is known of it beforehand: errors and peak memory.
+
+    Raises:
+        AssertionError: a result misses its gate.
+    """
+    problem = run.problem
+    accuracy = errors(problem, run, training)
+    wanted = set(benches) | ({"backward", "dgrad"} if "wgrad" in benches else set())
+    calls = {"forward": run.forward, "backward": run.backward, "fwd_bwd": run.forward_backward, "dgrad": run.dgrad}
+    found: dict[str, tuple[Variant, Record]] = {}
+    for bench in (b for b in PASSES if b in wanted):
+        fact: Record = accuracy if bench != "forward" else {"rel_l2_out": accuracy["rel_l2_out"]}
+        variant = Variant(calls[bench], problem.flops * PASSES[bench], capturable=run.capturable)
+        found[bench] = variant, fact | {"peak_bytes": peak_bytes(calls[bench], problem.device)}
+    return found
+
+
+def wgrad_records(records: list[Record], flops: int) -> list[Record]:
+    """The weight gradients of each backend, as what `backward` takes longer than `dgrad` in the same run."""
+    by_key = {(r["bench"], r["backend"]): r for r in records}
+    made = []
+    for (bench, backend), whole in by_key.items():
+        part = by_key.get(("dgrad", backend))
+        if bench != "backward" or part is None or whole["us"] <= part["us"]:
+            continue
+        us = whole["us"] - part["us"]
+        same = {k: whole[k] for k in ("shape", "T", "routing", "ranks", "backend", "precision", "graph")}
+        times = {"us": us, "us_min": us, "us_max": us, "us_sustained": whole["us_sustained"] - part["us_sustained"]}
+        made.append({"bench": "wgrad", **same, **times, "tflops": flops / us / 1e6, "gb_per_s": None, "derived": True})
+    return made
 
 
 def _time(
@@ -228,21 +280,40 @@ def show(records: list[Record]) -> None:
         print(f"{r['bench']:<16} {r['shape']:<8} {r['backend']:<24} {times} {cells[0]:>8} {cells[1]:>6} {share:>5}")
 
 
+def cases_of(args: argparse.Namespace) -> Iterator[tuple[str, ProblemSpec, bool]]:
+    """(shape, problem, whether stages and a chart belong to it) of everything that the options name."""
+    if not args.suite:
+        yield from ((name, spec, True) for name, spec in specs_of(args))
+        return
+    plain = argparse.Namespace(**vars(args) | {"tokens": None, "routing": "uniform", "ranks": 1})
+    for case in SUITE:
+        options = argparse.Namespace(**vars(plain) | case)
+        yield from ((name, spec, len(case) == 1) for name, spec in specs_of(options))
+
+
 def bench_main(args: argparse.Namespace) -> int:
     """Run `megamoe bench`."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    everything: list[Record] = []
     folder = args.out / gpu_name(device)
-    for name, spec in specs_of(args):
-        records = bench_shape(name, spec, args, device)
+    files: dict[str, list[Record]] = {args.name: [], "stages": []}
+    failed = 0
+    for name, spec, has_stages in cases_of(args):
+        benches = [b for b in args.bench.split(",") if has_stages or b != "stages"]
+        options = argparse.Namespace(**vars(args) | {"bench": ",".join(benches)})
+        records, failures = bench_case(name, spec, options, device)
+        failed += failures
         show(records)
-        everything += records
-        write_records(folder / f"{args.name}.json", everything)
-        if not args.no_charts:
+        for record in records:
+            is_layer = record["bench"] in (*PASSES, "wgrad", "gemms")
+            files[args.name if is_layer else "stages"].append(record)
+        for file, content in files.items():
+            if content:
+                write_records(folder / f"{file}.json", content)
+        if records and has_stages and not args.no_charts:
             chart = importlib.import_module("megamoe.cli.chart")
             file = f"{args.name}-{name.replace(',', '-')}.png"
             print(f"chart: {chart.draw(records, folder / file)}")
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    print(f"records: {folder / f'{args.name}.json'}")
-    return 0
+    print(f"records: {folder}")
+    return 1 if failed else 0

@@ -26,12 +26,13 @@ class Variant:
 
     Attributes:
         run: launches it on the current stream. flops, num_bytes: what it has to compute and move at least, 0 if that
-            says nothing about it.
+            says nothing about it. capturable: whether a CUDA graph can hold it.
     """
 
     run: Run
     flops: int = 0
     num_bytes: int = 0
+    capturable: bool = True
 
 
 class BenchProblem:
@@ -60,10 +61,11 @@ class BenchProblem:
         self.ids, self.weights = split(ids), split(weights / weights.sum(1, keepdim=True))
         self.num_rows = int((ids >= 0).sum())
         self.flops = 6 * self.num_rows * h * i
-        per_rank = e // spec.num_ranks
-        self.options = ForwardOptions(
-            num_rows=worst_rows(total * spec.top_k, per_rank), max_tokens=max(spec.num_tokens)
-        )
+        # One rank's pool has room for any routing; several ranks' pools are sized by it, with one read-back, as in
+        # the layer.
+        self.options = ForwardOptions()
+        if spec.num_ranks == 1:
+            self.options = ForwardOptions(num_rows=worst_rows(total * spec.top_k, e), max_tokens=total)
 
     def transport(self, backend: Backend) -> Transport:
         return as_transport(LocalWorld(self.spec.num_ranks), backend.steps)
@@ -90,6 +92,7 @@ class LayerRun:
         self.transport = problem.transport(self.backend)
         self.experts = problem.experts(self.backend, training)
         self._saved: Saved | None = None
+        self.capturable = problem.spec.num_ranks == 1
         self.needs = Needs(w13=None, w2=None)
         if training:
             ranks = problem.spec.num_ranks
@@ -116,8 +119,13 @@ class LayerRun:
         assert self._saved is not None, "training_forward comes first"
         return self._backward(self._saved)
 
-    def _backward(self, saved: Saved) -> Grads:
-        return self.backend.backward(self.transport, self.problem.douts, saved, self.experts, self.needs)
+    def dgrad(self) -> Grads:
+        """dx and dp alone."""
+        assert self._saved is not None, "training_forward comes first"
+        return self._backward(self._saved, Needs())
+
+    def _backward(self, saved: Saved, needs: Needs | None = None) -> Grads:
+        return self.backend.backward(self.transport, self.problem.douts, saved, self.experts, needs or self.needs)
 
     def forward_backward(self) -> Grads:
         """A training step; what it saves is gone afterwards."""

@@ -36,10 +36,51 @@ def test_a_run_writes_records_and_a_chart(committed, capsys):
     (name, records), *more = benchmarks_records.load(committed).items()
     assert name == "cpu/layer" and not more
     assert benchmarks_records.validate(records) == []
-    assert [r["bench"] for r in records] == ["forward", "backward", "fwd_bwd"]
+    assert [r["bench"] for r in records if r["bench"] != "wgrad"] == ["forward", "backward", "fwd_bwd", "dgrad"]
     assert 0 < records[0]["rel_l2_out"] < 0.089 and 0 < records[1]["rel_l2_dw13"] < 0.089
     assert not any(benchmarks_records.is_stale(r) for r in records)
     assert (committed / "cpu" / "layer-4-256-128-2.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_suite_writes_all_its_cases(tmp_path, monkeypatch):
+    cases = (
+        {"shapes": "4,128,128,2"},
+        {"shapes": "4,128,128,2", "routing": "zipf"},
+        {"shapes": "4,128,128,2", "ranks": 2},
+    )
+    monkeypatch.setattr(bench, "SUITE", cases)
+    assert bench.bench_main(parse("--suite", "--backends", "torch", "--out", str(tmp_path), "--no-charts")) == 0
+    (records,) = benchmarks_records.load(tmp_path).values()
+    assert benchmarks_records.validate(records) == []
+    kinds = [(r["routing"], r["ranks"]) for r in records if r["bench"] == "forward"]
+    assert kinds == [("uniform", 1), ("zipf", 1), ("uniform", 2)]
+
+
+def test_a_backend_that_fails_has_no_record_and_the_others_do(tmp_path, monkeypatch, capsys):
+    def wrong(problem, run, training):
+        raise AssertionError("torch: out at 3.0 dB")
+
+    monkeypatch.setattr(bench, "errors", wrong)
+    assert bench.bench_main(parse("--shapes", "4,128,128,2", "--backends", "torch", "--out", str(tmp_path))) == 1
+    assert "torch has no record: torch: out at 3.0 dB" in capsys.readouterr().err
+
+
+def test_wgrad_is_what_backward_takes_longer_than_dgrad():
+    same = {
+        "shape": "A",
+        "T": 8,
+        "routing": "uniform",
+        "ranks": 1,
+        "backend": "cute",
+        "precision": "fp8",
+        "graph": True,
+    }
+    records = [
+        {"bench": "backward", **same, "us": 30.0, "us_sustained": 33.0},
+        {"bench": "dgrad", **same, "us": 10.0, "us_sustained": 11.0},
+    ]
+    (made,) = bench.wgrad_records(records, 40_000_000)
+    assert (made["us"], made["us_sustained"], made["tflops"], made["derived"]) == (20.0, 22.0, 2.0, True)
 
 
 def test_validate_names_what_is_wrong(committed):
@@ -111,7 +152,9 @@ def test_options_are_refused_by_name():
         bench.bench_main(parse("--shapes", "Q"))
     with pytest.raises(MegaMoEValueError, match=r"--ranks: expected a divisor of 30 tokens, got 4"):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--tokens", "30", "--ranks", "4"))
-    with pytest.raises(MegaMoEValueError, match=r"--bench: expected of forward, backward, fwd_bwd, stages"):
+    with pytest.raises(
+        MegaMoEValueError, match=r"--bench: expected of forward, backward, fwd_bwd, dgrad, wgrad, stages"
+    ):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--bench", "sideways"))
     with pytest.raises(MegaMoEValueError, match=r"--backends: expected of cute, triton, torch, got 'x'"):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--backends", "x"))
