@@ -223,7 +223,10 @@ def _time(
     """The times of all variants and the clock after the last one."""
     progress = Progress(len(calls) * (args.rounds + 1), title)
     named = {" ".join(key): call for key, call in calls.items()}
-    times = time_variants(named, device, rounds=args.rounds, sustained_s=args.sustained, progress=progress)
+    brief = {" ".join(key) for key in calls if key[0] not in (*PASSES, "gemms")}
+    times = time_variants(
+        named, device, rounds=args.rounds, sustained_s=args.sustained, brief=brief, progress=progress
+    )  # fmt: skip
     clock = clock_mhz(device)
     return {key: times[" ".join(key)] for key in calls}, clock
 

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 
@@ -36,6 +36,7 @@ def time_variants(
     *,
     rounds: int = 10,
     sustained_s: float = 0.3,
+    brief: Container[str] = (),
     progress: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
     """Time functions against each other: one call of each a round, so that all see the same clocks.
@@ -44,6 +45,7 @@ def time_variants(
         variants: what to time; each was run before, so that nothing is compiled or allocated for the first time.
         device: a CUDA device (events on the current stream), or the CPU (wall time, nothing to flush).
         rounds: launches of each. sustained_s: seconds of back-to-back launches of each; 0: none, `us` stands for it.
+        brief: names for which a sixth of these seconds will do.
         progress: told the name of what has just been done.
 
     Returns:
@@ -59,7 +61,8 @@ def time_variants(
     times = {}
     for name, run in variants.items():
         us = statistics.median(samples[name])
-        count = max(1, round(sustained_s * 1e6 / max(us, 1.0)))
+        seconds = sustained_s / 6 if name in brief else sustained_s
+        count = max(1, round(seconds * 1e6 / max(us, 1.0)))
         sustained = _repeated(run, count, device) if sustained_s else us
         times[name] = Timing(us, min(samples[name]), max(samples[name]), sustained)
         progress(name)

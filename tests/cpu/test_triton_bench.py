@@ -8,8 +8,9 @@ import json
 import pytest
 import torch
 
+from benchmarks import charts
 from benchmarks import records as benchmarks_records
-from megamoe.cli import bench, bench_problem, timing
+from megamoe.cli import bench, bench_problem, chart, timing
 from megamoe.cli.problem import ProblemSpec
 from megamoe.cli.records import environment, gpu_name, kernel_hash, write_records
 from megamoe.errors import BackendUnavailable, MegaMoEValueError
@@ -178,6 +179,23 @@ def test_timing_interleaves():
     times = timing.time_variants(variants, CPU, rounds=3, sustained_s=0)
     assert calls == ["a", "b"] * 3
     assert all(0 < t.us_min <= t.us <= t.us_max and t.us_sustained == t.us for t in times.values())
+
+
+def test_bars_stack_the_stages_and_roofs_follow_the_dense_product(tmp_path):
+    same = {"shape": "A", "T": 8, "routing": "uniform", "precision": "fp8", "gpu": "h200"}
+    stages = {name: 100.0 for name in (*chart.FORWARD, *chart.BACKWARD)}
+    records = [{"bench": b, "backend": "triton", "us": us, "tflops": None, **same} for b, us in stages.items()]
+    records += [{"bench": "forward", "backend": "cute", "us": 500.0, "tflops": 1000.0, **same}]
+    records += [{"bench": "dense_matmul", "backend": "torch", "us": 50.0, "tflops": 2000.0, **same}]
+    found = dict(chart.bars(records))
+    assert sum(t for _, t in found["forward\nTriton stages"]) == pytest.approx(0.1 * len(chart.FORWARD))
+    backward = dict(found["backward\nTriton stages"])
+    assert backward["dequantize"] == pytest.approx(0.2) and backward["wgrad13"] == pytest.approx(0.1)
+    assert found["forward\ncute"] == [("", 0.5)]
+    assert chart.roofs(records) == {"forward": pytest.approx(0.25)}
+    write_records(tmp_path / "h200" / "stages.json", [r for r in records if r["bench"] != "forward"])
+    write_records(tmp_path / "h200" / "layer.json", [r | {"ranks": 1} for r in records if r["bench"] == "forward"])
+    assert charts.main(tmp_path) == 0 and (tmp_path / "h200" / "layer-A.png").exists()
 
 
 def test_environment_of_the_cpu():
