@@ -224,7 +224,7 @@ class LocalWorld:
         self.workspaces = [Workspace(num_ranks=num_ranks, rank=r, **arguments) for r in range(num_ranks)]
         for workspace in self.workspaces:
             workspace.connect([w.blob.data_ptr() for w in self.workspaces])
-        self.streams = [torch.cuda.Stream() for _ in range(num_ranks)] if num_ranks > 1 else [None]
+        self.streams = [torch.cuda.Stream() for _ in range(num_ranks)] if num_ranks > 1 else None
 
     def reset(self) -> None:
         for workspace in self.workspaces:

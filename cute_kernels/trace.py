@@ -104,3 +104,41 @@ def chrome(found: list[Event]) -> list[dict]:
         }
         for e in found
     ]  # fmt: skip
+
+
+COLOURS = {
+    "count ids": "#c7b8ea", "quantise": "#8e7cc3", "sort ids": "#b4a7d6", "plan": "#674ea7", "GEMM 1": "#3d85c6",
+    "GEMM 2": "#6aa84f", "pause": "#cc0000", "dispatch": "#e69138", "announce": "#999999", "combine": "#f1c232",
+}  # fmt: skip
+WAITING = "#eeeeee"
+
+
+def timeline(found: list[Event], path: str, roles: tuple[str, ...] = ("prologue", "math")) -> None:
+    """Draws a timeline as a PNG: SMs down, time across, what the roles do in colour, waiting in light grey.
+
+    Args:
+        found: events of one launch.
+        path: of the PNG.
+        roles: whose events are drawn, one over the other.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    start = min((e.begin_ns for e in found), default=0)
+    figure, axes = plt.subplots(figsize=(16, 9))
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for e in found:
+        if e.role in roles:
+            colour = WAITING if e.what.startswith("wait") else COLOURS.get(e.what, "#000000")
+            bars.setdefault((e.sm, colour), []).append(((e.begin_ns - start) / 1e3, (e.end_ns - e.begin_ns) / 1e3))
+    for (sm, colour), spans in bars.items():
+        axes.broken_barh(spans, (sm - 0.45, 0.9), facecolors=colour)
+    seen = [name for name in COLOURS if any(e.what == name and e.role in roles for e in found)]
+    patches = [Patch(color=COLOURS[name], label=name) for name in seen] + [Patch(color=WAITING, label="waiting")]
+    axes.legend(handles=patches, ncol=len(patches), loc="upper center", bbox_to_anchor=(0.5, 1.06), frameon=False)
+    axes.set(xlabel="us", ylabel="SM")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)

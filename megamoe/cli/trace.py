@@ -1,0 +1,88 @@
+"""What every role of the fused forward does when: a timeline, and the share of time each spends waiting for what."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from megamoe.cli.problem import SHAPES, ProblemSpec, Shape
+from megamoe.errors import MegaMoEValueError, expected
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `megamoe trace`."""
+    parser.add_argument("--shape", default="A", help="A, B, C or E,H,I,K")
+    parser.add_argument(
+        "--tokens", type=int, default=0, help="T, over all ranks; default: that of the shape, else 8192"
+    )
+    parser.add_argument("--routing", default="uniform", help="uniform, zipf, ... as in `megamoe bench`")
+    parser.add_argument("--ranks", type=int, default=1, help="virtual ranks; the first one is traced")
+    parser.add_argument("--save", action="store_true", help="trace a training forward")
+    parser.add_argument("--out", default="trace", help="writes OUT.json (Chrome, Perfetto) and OUT.png")
+
+
+def shape_of(name: str, tokens: int) -> Shape:
+    """A shape by its name or by its four numbers, with `tokens` unless that is 0."""
+    if name in SHAPES:
+        shape = SHAPES[name]
+    else:
+        parts = name.split(",")
+        if len(parts) != 4 or not all(p.isdigit() for p in parts):
+            raise MegaMoEValueError(expected("--shape", f"{', '.join(SHAPES)} or E,H,I,K", repr(name)))
+        experts, hidden, inter, top_k = (int(p) for p in parts)
+        shape = Shape(experts, hidden, inter, top_k, 8192)
+    return dataclasses.replace(shape, num_tokens=tokens or shape.num_tokens)
+
+
+def trace_main(arguments: argparse.Namespace) -> int:
+    """Runs the fused forward a few times, then once more with stamps."""
+    from cute_kernels import trace
+
+    events = traced(arguments)
+    for role, shares in trace.shares(events).items():
+        print(f"{role}:")
+        for what, share in sorted(shares.items(), key=lambda x: -x[1]):
+            print(f"    {100 * share:5.1f} %  {what}")
+        print(f"    {100 * max(0.0, 1 - sum(shares.values())):5.1f} %  (nothing, or waiting in shared memory)")
+    out = Path(arguments.out)
+    out.with_suffix(".json").write_text(json.dumps(trace.chrome(events)))
+    trace.timeline(events, str(out.with_suffix(".png")))
+    print(f"wrote {out.with_suffix('.json')} and {out.with_suffix('.png')}")
+    return 0
+
+
+def traced(arguments: argparse.Namespace) -> list:
+    """The events of the first rank in one launch."""
+    from cute_kernels import launch, trace
+    from cute_kernels.tile_config import TileConfig
+    from megamoe.backends import BACKENDS
+    from megamoe.cli.bench_problem import BenchProblem
+    from megamoe.recipe import Recipe
+
+    shape, ranks = shape_of(arguments.shape, arguments.tokens), arguments.ranks
+    per_rank = tuple(shape.num_tokens // ranks for _ in range(ranks))
+    hidden, experts, top_k = shape.hidden, shape.num_experts, shape.top_k
+    spec = ProblemSpec(per_rank, hidden, shape.intermediate, experts, top_k, arguments.routing)
+    problem = BenchProblem(spec, Recipe(), torch.device("cuda"))
+    weights = []
+    for e in problem.experts(BACKENDS["triton"], transposed=False):
+        assert e.w13.scale is not None and e.w2.scale is not None
+        weights.append(launch.prepare_weights(e.w13.data, e.w13.scale, e.w2.data, e.w2.scale))
+    config = dataclasses.replace(TileConfig(), trace=True)
+    sizes = dict(hidden=hidden, num_experts=experts, top_k=top_k, max_tokens=max(*per_rank, 1))
+    with launch.LocalWorld(ranks, **sizes) as world:
+        buffers = [torch.zeros(trace.num_words(w.num_ctas), dtype=torch.int64, device="cuda") for w in world.workspaces]
+        for _ in range(4):  # the last one is kept
+            for b in buffers:
+                b.zero_()
+            torch.cuda.synchronize()
+            launch.fused_forward(
+                world.workspaces, problem.xs, problem.ids, problem.weights, weights, save=arguments.save, config=config,
+                streams=world.streams, traces=buffers,
+            )  # fmt: skip
+            torch.cuda.synchronize()
+        return trace.events(buffers[0], world.workspaces[0].num_ctas)
