@@ -240,7 +240,7 @@ def backward(
             d_rows.append(steps.grouped_gemm(grads[i].d_gate_up, mine.w13_t, segment))
     finish = transport.start_combine_rows(d_rows, plan) if needs.x or travels else None
     del d_rows
-    compute = weight_grads or functools.partial(_weight_grads, steps)
+    compute = weight_grads or functools.partial(compute_weight_grads, steps)
     for i, rank in enumerate(transport.local_ranks):  # while rows of dX are on their way home
         into = [None if out is None else out[i] for out in (needs.w13, needs.w2)]
         compute(plan.ranks[rank], grads[i], None if pools is None else pools[i], d_pools[i], *into)
@@ -256,7 +256,7 @@ def worst_rows(num_slots: int, experts_per_rank: int) -> int:
     return (num_slots + padding + BLOCK - 1) // BLOCK * BLOCK
 
 
-def _weight_grads(
+def compute_weight_grads(
     steps: Steps,
     segment: RankPlan,
     grads: SwigluGrads,
