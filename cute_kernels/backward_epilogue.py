@@ -5,16 +5,17 @@ A thread holds, of each of its two rows, 32 columns of each of the tile's two bl
 of the block the 8 neighbours from 8 * quad (see epilogues). Rows of a wave differ by 8: `half`.
 """
 
+import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels import combine, flags, mainloop, memory, numerics, schedule
 from cute_kernels.epilogues import columns, index, store_y
 from cute_kernels.prologue import CODE_BITS, expert_of
+from cute_kernels.schedule import smaller
 from cute_kernels.tile_config import TILE_M, TILE_N
 
 QUARTERS = [(w, g) for w in range(2) for g in range(2)]  # of 128 columns, ascending
-UNITS = [(block, half) for block in range(2) for half in range(2)]
 
 
 @cute.jit
@@ -48,17 +49,18 @@ def issue_again(t, stage):
 def dswiglu(k, t, row, n, slot):
     """From dh and the saved gate and up: quantised [dg; du], the operands of wgrad, sums of dp over 128 columns.
 
-    Registers hold 128 values of dh, so a unit of 32 columns of one row goes at a time; du takes the place of dh. A
-    unit's loads stand behind all stores of the one before: that keeps the compiler from mixing units, for which there
-    are not enough registers."""
-    last = Int32(k.problem.blocks) - 2 * n  # blocks that are there: 1 or more
-    for u in range_constexpr(len(UNITS)):
-        block, half = UNITS[u]
-        if const_expr(block == 0 or k.problem.intermediate % TILE_N == 0):
+    Registers hold 128 values of dh, so a unit of 32 columns of one row goes at a time; du takes the place of dh. The
+    loop over the tile's blocks (one where I is an odd multiple of 128) and loads that stand behind all stores of the
+    unit before keep the compiler from mixing units, for which there are not enough registers; and code that is run
+    twice is fetched once."""
+    accs = t.accs
+    for block in cutlass.range(smaller(Int32(2), k.problem.blocks - 2 * n), unroll=1):
+        for half in range_constexpr(2):
             unit(k, t, row, n, block, half, slot)
-        else:
-            if last > block:
-                unit(k, t, row, n, block, half, slot)
+        for w in range_constexpr(2):
+            acc = accs[w]
+            for i in range_constexpr(32):
+                acc[i] = acc[32 + i]
     # ordinary stores of [dg; du] and scales here; TMA and bulk copies of GEMM-B loaders read them, behind the block's
     # `done` counter
     cute.arch.fence_proxy("async.global")
@@ -109,9 +111,10 @@ def zero_unless_at_most(value, x, limit) -> Float32:
 
 
 @cute.jit
-def unit(k, t, row, n, block, half, slot):
-    """32 of a row's 128 columns. Order of dp inside 128: quarters of 32 ascending, then columns at distance 4, 2, 1, 8,
-    16."""
+def unit(k, t, row, n, block: Int32, half, slot):
+    """This thread's 32 columns of a row and block, whose dh is where block 0's was.
+
+    Order of dp inside 128 columns: quarters of 32 ascending, then columns at distance 4, 2, 1, 8, 16."""
     loaded = load_gate_up(k, t, row, n, block, half)
     d_gate = cute.make_rmem_tensor(32, Float32)
     sums = None
@@ -119,7 +122,7 @@ def unit(k, t, row, n, block, half, slot):
         dots = quarter(k, t, row, n, block, half, i, slot, loaded[i], d_gate)
         sums = dots if sums is None else [a + b for a, b in zip(sums, dots, strict=True)]
     store_dp(k, t, row + t.row + 8 * half, 2 * n + block, sums)
-    d_up = [x for w, g in QUARTERS for x in columns(t.accs[w], block, g, half)]
+    d_up = [x for w, g in QUARTERS for x in columns(t.accs[w], 0, g, half)]
     quantize(k, t, row, n, block, half, 1, d_up)
     quantize(k, t, row, n, block, half, 0, [d_gate[j] for j in range(32)])
 
@@ -135,7 +138,7 @@ def quarter(k, t, row, n, block, half, i, slot, loaded, d_gate):
     acc = t.accs[w]
     dots, dg, du, weighted = [], [], [], []
     gates, ups = (v.load().to(Float32) for v in loaded)
-    for j, dh in enumerate(columns(acc, block, g, half)):
+    for j, dh in enumerate(columns(acc, 0, g, half)):
         raw_gate, raw_up = gates[j], ups[j]
         gate, up = raw_gate, raw_up
         if const_expr(k.problem.clamp):
@@ -157,7 +160,7 @@ def quarter(k, t, row, n, block, half, i, slot, loaded, d_gate):
     memory.store_vector(k.weighted.iterator.toint() + at_act, numerics.pack(weighted, BFloat16))
     memory.store_vector(at_grad, numerics.pack(dg, BFloat16))
     memory.store_vector(at_grad + 2 * inter, numerics.pack(du, BFloat16))
-    for j, place in enumerate(index(block, g, half)):
+    for j, place in enumerate(index(0, g, half)):
         d_gate[8 * i + j] = dg[j]
         acc[place] = du[j]
     return dots
