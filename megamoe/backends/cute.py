@@ -32,7 +32,7 @@ KEPT_WORKSPACES = 4
 class CuteBackend(StepwiseBackend):
     """Fused forward, fused data gradient, CuTe-DSL weight gradients. Triton quantises the weights."""
 
-    auto_device: str | None = "none until it is measured through the layer"
+    auto_device: str | None = "cuda"
     saves_codes = True
     is_fused = True
 
@@ -210,10 +210,18 @@ class CuteBackend(StepwiseBackend):
         x_pool = d_pool if x_pool is None else x_pool  # not read: dW13 is not wanted
         operands = result.operands(x_pool.data, x_pool.scale)
         precision = getattr(recipe, "wgrad_operands", "bf16")
-        if precision == "bf16":
-            x, d = self.steps.dequantize(x_pool), self.steps.dequantize(d_pool)
-            operands = dataclasses.replace(operands, x=x, x_scale=None, d=d, d_scale=None)
-        weight_gradients(operands, order.offs, order.counts, *into, precision=precision)
+        segments = (order.offs, order.counts)
+        if precision != "bf16":
+            weight_gradients(operands, *segments, *into, precision=precision)
+            return
+        dw13, dw2 = into  # one after the other: a dequantised operand is the largest tensor of a backward
+        if dw2 is not None:
+            given = dataclasses.replace(operands, d=self.steps.dequantize(d_pool), d_scale=None)
+            weight_gradients(given, *segments, None, dw2, precision=precision)
+            del given
+        if dw13 is not None:
+            given = dataclasses.replace(operands, x=self.steps.dequantize(x_pool), x_scale=None)
+            weight_gradients(given, *segments, dw13, None, precision=precision)
 
     def _workspace(
         self, tensors: Sequence[torch.Tensor], num_local: int, top_k: int, max_tokens: int, rows: int

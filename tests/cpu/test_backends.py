@@ -8,7 +8,7 @@ import torch
 
 from megamoe import Recipe, backends
 from megamoe.backends import BACKENDS, Problem, resolve, why_not
-from megamoe.backends.cute import SOURCE_SHIFT, CuteBackend, plan_of
+from megamoe.backends.cute import SOURCE_SHIFT, plan_of
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.errors import BackendUnavailable, MegaMoEValueError
 from megamoe.routing_plan import make_plan
@@ -29,7 +29,6 @@ def installed(monkeypatch):
         return (object() if name in found else None) if name in PRESENT else real(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    monkeypatch.setattr(CuteBackend, "auto_device", "cuda")
     monkeypatch.setattr(pytest.importorskip("megamoe.triton_kernels.launch"), "INTERPRETED", False)
     return found
 
