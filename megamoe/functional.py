@@ -64,7 +64,7 @@ def mega_moe(
     is_list = not isinstance(x, torch.Tensor)
     xs, ids, weights = (list(v) if not isinstance(v, torch.Tensor) else [v] for v in (x, topk_ids, topk_weights))
     scale13, scale2 = (None, None) if scales is None else scales
-    error = _find_error(context.shapes, xs, ids, weights, w13, w2, scale13, scale2)
+    error = find_error(context.shapes, xs, ids, weights, w13, w2, scale13, scale2)
     if error is not None:
         context.report(error, w13.device)
     tracked = [*xs, *weights, w13, w2] + ([] if context.anchor is None else [context.anchor])
@@ -91,7 +91,7 @@ def mega_moe(
 # ---------------------------------------------------------------- checks
 
 
-def _find_error(
+def find_error(
     shapes: Spec,
     xs: list[torch.Tensor],
     topk_ids: list[torch.Tensor],
