@@ -164,11 +164,9 @@ def weight_gradients(
     *,
     precision: str,
 ) -> None:
-    assert (precision == "fp8") == (operands.x_scale is not None) == (operands.d_scale is not None)
-    x, d = (
-        QuantizedRows(data, scale, k_major=True).dequantize(torch.bfloat16)
-        for data, scale in ((operands.x, operands.x_scale), (operands.d, operands.d_scale))
-    )
+    wanted = ((dw13, operands.x, operands.x_scale), (dw2, operands.d, operands.d_scale))
+    assert all((precision == "fp8") == (scale is not None) for out, _, scale in wanted if out is not None)
+    x, d = (QuantizedRows(data, scale, k_major=True).dequantize(torch.bfloat16) for _, data, scale in wanted)
     no_rows = torch.empty(x.shape[0], dtype=torch.int32)
     segment = RankPlan(counts, offs, no_rows, no_rows, no_rows)
     for out, a, b in ((dw2, d, operands.weighted_act), (dw13, operands.d_gate_up, x)):
