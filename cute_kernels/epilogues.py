@@ -85,8 +85,6 @@ def store_y(k, t, wave, n, slot):
     """Rows of y, bf16, to [token * K + k, H] of the rank that the row came from; padding rows nowhere."""
     for half in range_constexpr(2):
         code = Int32(k.sX[t.row + 8 * half, slot])
-        if const_expr(k.config.skip == "y"):
-            code = code | Int32(-2147483648)
         if code >= 0:
             slot_of = Int64(code & ((1 << CODE_BITS) - 1))
             at = k.y_base[code >> CODE_BITS] + slot_of * (2 * k.problem.hidden) + (n * 512 + wave * 128 + t.quad * 16)

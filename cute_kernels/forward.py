@@ -8,6 +8,7 @@ from cutlass.utils import LayoutEnum
 
 from cute_kernels import combine, dispatch, epilogues, flags, loader, mainloop, prologue
 from cute_kernels import workspace as ws
+from cute_kernels.schedule import CUTS
 from cute_kernels.tile_config import BLOCK, MAX_RANKS, THREADS, TILE_M, TILE_N, Problem, TileConfig
 
 
@@ -37,8 +38,10 @@ class FusedForward:
     zeroed by the call in between:
 
         COUNTED [n & 1]        every CTA: its counts are written -> every CTA of the rank (gpu), num_ctas
-        PLACED [n & 1]         every CTA: its tokens and slots are written -> the last one of them (sys)
-        header [src][n & 1]    that last CTA, to all ranks: this rank's inputs are in place -> every CTA (sys), n
+        LISTED [n & 1]         every CTA: its part of the slot list is written -> the last one of them (sys)
+        PLACED [n & 1]         every CTA: its tokens are written too -> the last one of them (sys)
+        header [src][n & 1]    those last CTAs, to all ranks: this rank's list, and then all inputs of the call, are in
+                               place -> every CTA (sys), n
         arrive [n & 1][block]  pulling warps, +1 a piece of a row -> schedulers of GEMM-1 tiles (gpu), 128 * pieces
         done [n & 1][block]    couriers, +1 a GEMM-1 tile -> schedulers of the block's GEMM-2 tiles (gpu), n1
         HOME [n & 1]           couriers of all ranks, their last row is stored -> combine (sys), R * num_ctas
@@ -118,8 +121,8 @@ class FusedForward:
             return cpasync.make_tiled_tma_atom(op, tensor, cute.slice_(box, (None, None, 0)), (rows, BLOCK))
 
         pool, weights_1, h, weights_2 = operands
-        maps1 = (*tma(pool, TILE_M), *tma(weights_1, TILE_N))
-        maps2 = (*tma(h, TILE_M), *tma(weights_2, TILE_N))
+        maps1 = (*tma(pool, TILE_M), weights_1.iterator.toint(), *tma(pool, TILE_M // 2))
+        maps2 = (*tma(h, TILE_M), weights_2.iterator.toint(), *tma(h, TILE_M // 2))
         base, rank, top_k, num_experts, max_tokens, num_ctas, timeout = sizes
         places = ws.layout(
             self.problem.hidden,
@@ -160,7 +163,9 @@ class FusedForward:
             ring: cute.struct.MemRange[Int32, 4 * config.ring]
             todo: cute.struct.MemRange[Int32, 4]
             verdict: cute.struct.MemRange[Int32, 1]
+            cursor: cute.struct.MemRange[Int32, 1]
             offs: cute.struct.MemRange[Int32, problem.expert_table + 1]
+            cuts: cute.struct.MemRange[Int32, CUTS]
             trace_count: cute.struct.MemRange[Int32, 8 if config.trace else 1]
 
         return Shared
@@ -176,10 +181,15 @@ class FusedForward:
         if k.warp == 0:
             for maps in (maps1, maps2):
                 cpasync.prefetch_descriptor(maps[0])
-                cpasync.prefetch_descriptor(maps[2])
+                cpasync.prefetch_descriptor(maps[3])
             self.init_barriers(k)
+            if const_expr(self.config.prefetch_blocks > 0):
+                loader.prefetch_weights(k, maps1[2])
         if const_expr(self.config.trace):
             self.clear_trace(k)
+        if k.tid == 0:
+            cursor = k.cursor
+            cursor[0] = Int32(0)
         if k.tid < k.num_ranks:
             y_base, peers = k.y_base, k.peers
             y_base[k.tid] = peers[k.tid] + k.layout.y
@@ -227,6 +237,7 @@ class FusedForward:
         k.x, k.ids, k.weights, k.s13, k.s2, k.out, k.peers, k.pool, k.pool_s, k.h, k.hs = tensors[:11]
         k.codes, k.p, k.offs_g, k.counts_g, k.gate_up, k.trace = tensors[11:17]
         k.pool_base = k.pool.iterator.toint()
+        k.codes_base = k.codes.iterator.toint()
         k.p_words = cute.make_tensor(cute.recast_ptr(k.p.iterator, dtype=Int32), k.p.layout)
         k.base, k.rank, k.top_k, k.num_experts, k.num_ctas, timeout = sizes
         k.layout = ws.Layout(*places)
@@ -252,6 +263,7 @@ class FusedForward:
         k.sA = shared.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         k.sB = shared.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         k.scratch = shared.a.data_ptr().toint()
+        k.b_base = shared.b.data_ptr().toint()
         k.slots = shared.slots.data_ptr().toint()
         k.sSA = shared.sa.get_tensor(cute.make_layout((TILE_M, config.stages)))
         k.sSB = shared.sb.get_tensor(cute.make_layout((4, config.stages)))
@@ -260,8 +272,10 @@ class FusedForward:
         k.y_base = shared.y_base.get_tensor(cute.make_layout(MAX_RANKS))
         k.ring = shared.ring.get_tensor(cute.make_layout((4, config.ring)))
         k.todo = shared.todo.get_tensor(cute.make_layout(4))
+        k.cursor = shared.cursor.get_tensor(cute.make_layout(1))
         k.verdict = shared.verdict.get_tensor(cute.make_layout(1))
         k.trace_count = shared.trace_count.get_tensor(cute.make_layout(8 if config.trace else 1))
+        k.cuts = shared.cuts.get_tensor(cute.make_layout(CUTS))
         k.offs = shared.offs.get_tensor(cute.make_layout(self.problem.expert_table + 1))
         k.full, k.empty = shared.full.data_ptr(), shared.empty.data_ptr()
         k.ended, k.free, k.landed = shared.ended.data_ptr(), shared.free.data_ptr(), shared.landed.data_ptr()

@@ -127,7 +127,9 @@ class Workspace:
         reserve_sms: int = 0,
         device: torch.device | None = None,
     ):
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        self.device = torch.device("cuda" if device is None else device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.hidden, self.num_experts, self.top_k, self.max_tokens = hidden, num_experts, top_k, max_tokens
         self.num_ranks, self.rank = num_ranks, rank
         self.num_local = num_experts // num_ranks
@@ -329,6 +331,7 @@ def fused_forward(
         if plans is not None:
             given = plans[r]
             buffers = dataclasses.replace(buffers, codes=given.codes, p=given.p, offs=given.offs, counts=given.counts)
+        check_call(workspace, xs[r], topk_ids[r], topk_weights[r], weights[r])
         x = xs[r].contiguous()
         out = torch.empty_like(x) if outs is None else outs[r]
         tensors = kernel_tensors(workspace, buffers, weights[r], x, topk_ids[r], topk_weights[r], out)
@@ -353,6 +356,36 @@ def launch_ranks(launch: Callable, calls: Sequence[Sequence], streams: Sequence[
             launch(*call)
     for stream in streams:
         current.wait_stream(stream)
+
+
+def check_call(
+    workspace: Workspace, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, weights: KernelWeights
+) -> None:
+    """Refuses what the kernel cannot take, naming everything that is wrong. Looks at metadata only.
+
+    Raises: ValueError.
+    """
+    tokens, top_k, w = x.shape[0], workspace.top_k, workspace
+    inter = weights.w2.shape[2]
+    wanted = (
+        ("x", x, torch.bfloat16, (tokens, w.hidden)),
+        ("topk_ids", topk_ids, torch.int64 if topk_ids.dtype == torch.int64 else torch.int32, (tokens, top_k)),
+        ("topk_weights", topk_weights, torch.float32, (tokens, top_k)),
+        ("weights.w13", weights.w13, FP8, (w.num_local, 2 * inter, w.hidden)),
+        ("weights.w2", weights.w2, FP8, (w.num_local, -(-w.hidden // 256) * 256, inter)),
+    )
+    wrong = [
+        f"{name}: expected {str(dtype).split('.')[1]} {list(shape)} on {w.device}, got "
+        f"{str(t.dtype).split('.')[1]} {list(t.shape)} on {t.device}"
+        for name, t, dtype, shape in wanted
+        if t.dtype != dtype or tuple(t.shape) != shape or t.device != w.device
+    ]
+    if tokens > w.max_tokens:
+        wrong.append(f"x: expected at most max_tokens = {w.max_tokens} tokens, got {tokens}. Make a larger workspace.")
+    if w.peers is None:
+        wrong.append("workspace: expected one that is open and connected to all ranks, got one that is not")
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def kernel_tensors(

@@ -12,11 +12,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels import flags, schedule, trace
+from cute_kernels import flags, memory, schedule, trace
 from cute_kernels import workspace as ws
 from cute_kernels.tile_config import BLOCK, TILE_M, TILE_N
 
 LOOKS = 64  # at `ready`, before the loader inserts a pause
+WEIGHT_BLOCK = TILE_N * BLOCK  # bytes of a k-block of a tile of weights, contiguous, as shared memory holds them
 
 
 # ---------------------------------------------------------------- scheduler
@@ -26,7 +27,6 @@ LOOKS = 64  # at `ready`, before the loader inserts a pause
 def scheduler(k):
     """Claims tiles until there are none left, or until a flag does not come."""
     problem = k.problem
-    group = k.config.group(problem)
     blocks = Int32(k.offs[k.num_local]) // TILE_M
     tiles = schedule.num_tiles(blocks, problem.n1, problem.n2)
     arrive = k.base + k.layout.arrive + Int64(k.parity * k.max_blocks) * 4
@@ -34,7 +34,7 @@ def scheduler(k):
     turn = Int32(0)
     t = claim(k)
     while t < tiles:
-        tile = schedule.locate(t, blocks, group, problem.n1, problem.n2)
+        tile = schedule.locate(t, k.cuts, problem.n1, problem.n2)
         phase, block, n = tile.phase, tile.block, tile.n
         ok = Int32(1)
         since = trace.begin(k)
@@ -50,7 +50,12 @@ def scheduler(k):
                 trace.event(k, trace.SCHEDULER, trace.WAIT_ROWS + phase, since, block, n)
         if ok == 1:
             e = schedule.find_expert(k.offs, block * TILE_M, problem.expert_table)
-            turn = hand_over(k, turn, phase, e, block * TILE_M, n)
+            is_half = Int32(0)
+            if const_expr(k.config.half_tiles and not problem.save):
+                if blocks < 2 * k.num_local:
+                    # padding is at a segment's end; the codes were released with the rows
+                    is_half = Int32(flags.load_cg(k.codes_base + Int64(block * TILE_M + TILE_M // 2) * 4) < 0)
+            turn = hand_over(k, turn, phase, e, block * TILE_M + is_half, n)
             t = claim(k)
         else:
             t = tiles
@@ -67,7 +72,8 @@ def claim(k):
 
 @cute.jit
 def hand_over(k, turn: Int32, phase: Int32, e: Int32, row: Int32, n: Int32):
-    """Returns when the loader has taken it, that is, has begun to load it: only then is the next tile claimed."""
+    """row: first of the block, + 1 if at most 64 of its rows are real. Returns when the loader has taken it, that is,
+    has begun to load it: only then is the next tile claimed."""
     todo = k.todo
     if k.lane == 0:
         todo[0], todo[1], todo[2], todo[3] = phase, e, row, n
@@ -81,7 +87,7 @@ def hand_over(k, turn: Int32, phase: Int32, e: Int32, row: Int32, n: Int32):
 
 @cute.jit
 def loader(k, maps1, maps2):
-    """maps: TMA atom and tensor of A, TMA atom and tensor of the weights, of GEMM 1 and 2."""
+    """maps, of GEMM 1 and 2: TMA atom and tensor of A, address of the weights, the same of A by half blocks."""
     problem = k.problem
     stage, phase, slot, lap, turn = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     cute.arch.mbarrier_wait(k.ready, 0)
@@ -118,6 +124,21 @@ def loader(k, maps1, maps2):
     if k.lane == 0:
         ring[2, slot] = Int32(schedule.END)
         cute.arch.mbarrier_arrive(k.full + stage)
+
+
+@cute.jit
+def prefetch_weights(k, weights: Int64):
+    """Brings the beginning of the weights of tile number `cta` into L2 while the prologue runs, guessing that all
+    experts have equally many rows. A wrong guess costs nothing but the traffic."""
+    problem = k.problem
+    each = cutlass.max((k.num_slots * k.num_ranks // k.num_experts + 127) // 128, Int32(1))
+    size = cutlass.min(Int32(k.config.group(problem)), each * k.num_local)
+    n = k.cta // size
+    num_bytes = min(k.config.prefetch_blocks, problem.k1) * WEIGHT_BLOCK
+    if n < problem.n1:
+        at = weights + (Int64((k.cta - n * size) // each) * problem.n1 + n) * (problem.k1 * WEIGHT_BLOCK)
+        with cute.arch.elect_one():
+            memory.bulk_prefetch(at, num_bytes)
 
 
 @cute.jit
@@ -166,20 +187,24 @@ def load_tile(k, maps, k_tiles, n_tiles, kind, e: Int32, row: Int32, n: Int32, s
         g = cute.group_modes(cute.local_tile(tensor, (rows, BLOCK), (None, None)), 0, 2)
         return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), g)
 
-    tma_a, tensor_a, tma_b, tensor_b = maps
+    tma_a, tensor_a, weights, tma_h, tensor_h = maps
     tAsA, tAgA = partition(tma_a, tensor_a, k.sA, TILE_M)
-    tBsB, tBgB = partition(tma_b, tensor_b, k.sB, TILE_N)
+    upper = cute.local_tile(k.sA, (TILE_M // 2, BLOCK, k.config.stages), (0, 0, 0))
+    tHsA, tHgA = partition(tma_h, tensor_h, upper, TILE_M // 2)
+    is_half = row % 2
+    row -= is_half
     scales_a, scales_b, extra = k.pool_s, k.s13, k.p_words
     if const_expr(kind == schedule.GEMM2):
         scales_a, scales_b, extra = k.hs, k.s2, k.codes
     copy_a = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=TILE_M * 32)
     copy_b = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=128)
     copy_x = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Int32, num_bits_per_copy=TILE_M * 32)
-    a_box, b_box = row // TILE_M, e * n_tiles + n
+    a_box = row // TILE_M
+    gw = weights + (Int64(e) * n_tiles + n) * (k_tiles * WEIGHT_BLOCK)
     rows = scales_a.shape[1]
     ga = scales_a.iterator + row
     gb = scales_b.iterator + (Int64(e) * (k_tiles * n_tiles) + n) * 4
-    ring, stage_bytes = k.ring, k.config.stage_bytes()
+    ring, stage_bytes = k.ring, k.config.stage_bytes() - is_half * (TILE_M // 2 * BLOCK)
     for kb in cutlass.range(k_tiles, unroll=1):
         bar = k.full + stage
         cute.arch.mbarrier_wait(k.empty + stage, phase ^ 1)
@@ -196,12 +221,15 @@ def load_tile(k, maps, k_tiles, n_tiles, kind, e: Int32, row: Int32, n: Int32, s
             cute.copy(copy_a, source_a, k.sSA[None, stage], mbar_ptr=bar)
             source_b = cute.make_tensor((gb + kb * (n_tiles * 4)).align(16), cute.make_layout(4))
             cute.copy(copy_b, source_b, k.sSB[None, stage], mbar_ptr=bar)
+            memory.bulk_load(k.b_base + stage * WEIGHT_BLOCK, gw + kb * WEIGHT_BLOCK, WEIGHT_BLOCK, bar)
         if kb == 0:
             with cute.arch.elect_one():
                 source_x = cute.make_tensor((extra.iterator + row).align(16), cute.make_layout(TILE_M))
                 cute.copy(copy_x, source_x, k.sX[None, slot], mbar_ptr=bar)
-        cute.copy(tma_a, tAgA[None, a_box, kb], tAsA[None, stage], tma_bar_ptr=bar)
-        cute.copy(tma_b, tBgB[None, b_box, kb], tBsB[None, stage], tma_bar_ptr=bar)
+        if is_half == 1:
+            cute.copy(tma_h, tHgA[None, a_box * 2, kb], tHsA[None, stage], tma_bar_ptr=bar)
+        else:
+            cute.copy(tma_a, tAgA[None, a_box, kb], tAsA[None, stage], tma_bar_ptr=bar)
         stage, phase = advance(stage, phase, k.config.stages)
     return stage, phase
 

@@ -26,6 +26,38 @@ def float_at(address: Int64):
     return cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
 
 
+def load_ints_cg(address: Int64):
+    """Four int32 that other CTAs of this launch wrote, from L2, past L1."""
+    return cute.arch.inline_ptx(
+        "ld.global.cg.v4.s32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def load_input(address: Int64):
+    """16 bytes of a tensor that the launch only reads, as four words; not kept in L1."""
+    return cute.arch.inline_ptx(
+        "ld.global.nc.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def load_words(address: Int64):
+    """16 bytes as four words, where they stand: the compiler does not move this load past other memory accesses."""
+    return cute.arch.inline_ptx(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def bulk_prefetch(address: Int64, num_bytes) -> None:
+    """Asks for global memory to be brought into L2. One thread; 16-byte granules."""
+    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, Int32(num_bytes)])
+
+
 def smem_tensor(address: Int32, dtype, shape, align: int = 4):
     """A view of shared memory at a byte address."""
     return cute.make_tensor(

@@ -72,10 +72,27 @@ def pack(values, dtype):
 
 
 def to_bf16(values):
-    """(bf16 registers, the same values as floats)."""
-    packed = pack(values, BFloat16)
-    back = packed.load().to(Float32)
-    return packed, [back[i] for i in range(len(values))]
+    """(bf16 registers, the same values as floats), for an even number of values.
+
+    By hand, because single conversions would go to the special function units, which the epilogues wait for: pairs are
+    packed by the ALU, and a bf16 is the upper half of its float.
+    """
+    words = cute.make_rmem_tensor(len(values) // 2, Int32)
+    back = []
+    for i in range(0, len(values), 2):
+        word, low, high = cute.arch.inline_ptx(
+            "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0}; shl.b32 {$w1}, {$w0}, 16; and.b32 {$w2}, {$w0}, 0xFFFF0000;",
+            write_only_types=[Int32, Int32, Int32],
+            read_only_args=[values[i], values[i + 1]],
+        )
+        words[i // 2] = word
+        back += [as_float(low), as_float(high)]
+    return cute.recast_tensor(words, BFloat16), back
+
+
+def as_float(bits: Int32) -> Float32:
+    """The float of a bit pattern."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
 def to_e4m3(values, inv: Float32):

@@ -1,7 +1,8 @@
 """Which tile a claimed number is: pure integer functions, traced into the kernel and enumerated by CPU tests.
 
-The rows of a rank form `blocks` blocks of 128 rows (every expert's segment is a multiple of 128 rows). Tiles are handed
-out in claim order: rounds of `group` blocks,
+The rows of a rank form `blocks` blocks of 128 rows (every expert's segment is a multiple of 128 rows), cut into groups
+at `cuts`: cut m lies at block m * group, or at the nearest expert boundary if that is at most half a group away, so
+that an expert's weights are read in few groups. Tiles are handed out in claim order, in rounds:
 
     round s = the GEMM-1 tiles of group s, then the GEMM-2 tiles of group s - 1
 
@@ -45,30 +46,62 @@ def ceil_div(a: Any, b: Any) -> Any:
     return (a + b - 1) // b
 
 
+def larger(a: Any, b: Any) -> Any:
+    """max(a, b)."""
+    return a + b - smaller(a, b)
+
+
 def num_tiles(blocks: Any, n1: int, n2: int) -> Any:
     return blocks * (n1 + n2)
 
 
-def locate(t: Any, blocks: Any, group: int, n1: int, n2: int) -> Tile:
-    """Tile number t, 0 <= t < num_tiles. blocks: of this rank, > 0; group: blocks of a full group; n1, n2: tiles of 256
-    columns of either GEMM."""
-    last = ceil_div(blocks, group) - 1  # last group
-    late = integer(t >= group * n1)
-    s = late * (1 + (t - late * (group * n1)) // (group * (n1 + n2)))
-    s = smaller(s, last)
-    later = integer(s > 0)
-    r = t - s * (group * (n1 + n2)) + later * (group * n2)  # inside round s
-    size = smaller(blocks - s * group, group)
-    first = size * n1  # GEMM-1 tiles of this round
-    before = later * (group * n2)  # GEMM-2 tiles of the group before, always a full one
-    is_gemm1 = integer(r < first)
-    is_before = (1 - is_gemm1) * integer(r < first + before)
-    # behind both, the last round goes on with GEMM 2 of its own group
-    r = r - (1 - is_gemm1) * first - (1 - is_gemm1) * (1 - is_before) * before
-    begin = (s - is_before) * group
-    size = size + is_before * (group - size)
-    n = r // size
-    return Tile(1 - is_gemm1, begin + r - n * size, n)
+CUTS = 128
+"""Entries of the table of cuts, a power of two: one more than the groups there may be."""
+
+
+def group_size(blocks: Any, group: int) -> Any:
+    """Blocks of a group before cuts are moved: `group`, or more where the table of cuts would not hold them."""
+    return larger(ceil_div(blocks, CUTS - 2), group + blocks * 0)
+
+
+def cut(m: Any, blocks: Any, size: Any, offs: Any, table: int) -> Any:
+    """First block of group m, 0 <= m < CUTS; `blocks` behind the last group.
+
+    Args:
+        blocks: of this rank. size: `group_size`. offs, table: as for find_expert.
+    """
+    at = m * size
+    inside = integer(m > 0) * integer(at < blocks)  # neither the first cut nor behind the last
+    e = find_expert(offs, at * inside * BLOCK_ROWS, table)
+    before, behind = offs[e] // BLOCK_ROWS, offs[e + 1] // BLOCK_ROWS
+    near = before + (behind - before) * integer(at - before > behind - at)
+    away = near - at
+    is_close = integer(away * 2 <= size) * integer(-away * 2 <= size)
+    moved = at + away * is_close
+    return smaller(moved * inside + (1 - inside) * at, blocks)
+
+
+def round_start(s: Any, cuts: Any, n1: int, n2: int) -> Any:
+    """Number of the first tile of round s, 0 <= s < CUTS."""
+    return cuts[s] * n1 + cuts[s - integer(s > 0)] * n2
+
+
+def locate(t: Any, cuts: Any, n1: int, n2: int) -> Tile:
+    """Tile number t, 0 <= t < num_tiles. cuts: CUTS entries; n1, n2: tiles of 256 columns of either GEMM."""
+    s, step = 0, CUTS // 2
+    while step:
+        s = s + step * integer(round_start(s + step, cuts, n1, n2) <= t)
+        step //= 2
+    r = t - round_start(s, cuts, n1, n2)
+    begin = cuts[s]
+    size = cuts[smaller(s + 1, CUTS - 1)] - begin
+    previous = cuts[s - integer(s > 0)]
+    is_gemm2 = integer(r >= size * n1)
+    r = r - is_gemm2 * (size * n1)
+    size = size + is_gemm2 * (begin - previous - size)
+    begin = begin + is_gemm2 * (previous - begin)
+    n = r // larger(size, 1)
+    return Tile(is_gemm2, begin + r - n * size, n)
 
 
 def find_expert(offs: Any, row: Any, table: int) -> Any:

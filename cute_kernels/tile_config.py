@@ -79,6 +79,10 @@ class TileConfig:
         max_unroll: at most so many k-blocks in the main loop's body: 8, 4, 2 or 1.
         group_blocks: blocks of 128 rows in a group of the schedule; 0: chosen from the tile counts.
         math_registers, other_registers: per thread, of the two math warpgroups and of the other one.
+        ring: entries of the tile ring.
+        half_tiles: where experts have few rows, only 64 rows are loaded of blocks with at most 64 real ones (not where
+            a backward will read the padding: whatever lies in shared memory must not reach it).
+        prefetch_blocks: k-blocks of its first tile's weights that a CTA asks for before the row order is known.
         trace: roles stamp begin and end of what they do.
     """
 
@@ -90,8 +94,9 @@ class TileConfig:
     math_registers: int = 240
     other_registers: int = 24
     ring: int = 4
+    half_tiles: bool = True
+    prefetch_blocks: int = 6
     trace: bool = False
-    skip: str = ""
 
     def group(self, problem: Problem) -> int:
         return self.group_blocks or schedule.default_group(problem.n1, problem.n2)
@@ -134,7 +139,7 @@ class TileConfig:
     def _smem_bytes(self, problem: Problem, batch: int, pieces: int) -> int:
         ring_words = TILE_M * self.ring + 4 * self.ring
         barriers = 2 * self.stages + 2 * self.ring + 4
-        small = 4 * (problem.expert_table + 9) + 8 * MAX_RANKS + 8 * barriers + 64
+        small = 4 * (problem.expert_table + 1 + schedule.CUTS) + 8 * MAX_RANKS + 8 * barriers + 64
         slots = 2 * batch * self.slot_bytes(problem, pieces)
         return self.stages * self.stage_bytes() + slots + 4 * ring_words + small + 512
 

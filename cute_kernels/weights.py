@@ -6,6 +6,7 @@ position 8 j + 2 q + b holds row 8 q + 2 j + b (j, q < 4, b < 2): a thread's acc
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -19,9 +20,9 @@ class KernelWeights:
     """One rank's weights as the fused kernel reads them.
 
     Attributes:
-        w13: e4m3 [E_l, 2I, H], rows in `row_order("gate_up", 2I)`.
+        w13: e4m3 [E_l, 2I, H], as `permute_rows` leaves it.
         s13: fp32 [E_l, H / 128, I / 128, 4]: for each k-block and tile the scales of its gate and its up block.
-        w2: e4m3 [E_l, H rounded up to 256, I], rows in `row_order("rows", H)`, zeros behind H.
+        w2: e4m3 [E_l, H rounded up to 256, I], as `permute_rows` leaves it.
         s2: fp32 [E_l, I / 128, ceil(H / 256), 4]: of the tile's two blocks of 128.
     """
 
@@ -54,13 +55,28 @@ def row_order(kind: str, rows: int) -> torch.Tensor:
 
 
 def permute_rows(q_ENK: torch.Tensor, kind: str) -> torch.Tensor:
-    """[E, N, K] in the kernel's row order (`row_order(kind, N)`), padded with zeros to whole tiles; a new tensor."""
+    """[E, N, K] in the kernel's order: rows by `row_order(kind, N)`, padded with zeros to whole tiles, in blocks of 256
+    rows x 128 columns, each 32 KB in one piece and as shared memory holds it: [E, N / 256, K / 128, 256, 128] in
+    memory, 16-byte granule c of row r at place c ^ (r % 8). The shape stays [E, N, K]; a new tensor, one gather."""
     experts, rows, width = q_ENK.shape
-    order = row_order(kind, rows).to(q_ENK.device)
-    data = q_ENK.view(torch.uint8)
-    if order.numel() != rows:
-        data = torch.nn.functional.pad(data, (0, 0, 0, order.numel() - rows))
-    return data[:, order].contiguous().view(q_ENK.dtype)
+    padded = -(-rows // 256) * 256
+    data = q_ENK.contiguous().view(torch.uint8)
+    if padded != rows:
+        data = torch.nn.functional.pad(data, (0, 0, 0, padded - rows))
+    granules = data.view(torch.complex128).view(experts, -1)  # 16 bytes each
+    order = granule_order(kind, rows, width, q_ENK.device)
+    return torch.index_select(granules, 1, order).view(torch.uint8).view(experts, padded, width).view(q_ENK.dtype)
+
+
+@lru_cache(maxsize=16)
+def granule_order(kind: str, rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """For each 16-byte granule of an expert in the kernel's order, which granule of the user's [rows, width] (padded to
+    whole tiles) it is; int64."""
+    each = width // 16
+    source = row_order(kind, rows).view(-1, 1, 256, 1) * each  # [tile, k-block, row, granule]
+    block = torch.arange(width // BLOCK).view(1, -1, 1, 1) * (BLOCK // 16)
+    granule = torch.arange(256).view(1, 1, -1, 1) % 8 ^ torch.arange(8).view(1, 1, 1, -1)
+    return (source + block + granule).reshape(-1).to(device)
 
 
 def tile_scales(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

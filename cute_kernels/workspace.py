@@ -12,11 +12,11 @@ LINE = 32  # ints from one flag to the next: flags of different writers do not s
 
 # int32 words at the front of a blob, LINE ints apart
 EPOCH, ABORT, ERROR = 0, 1, 2
-CLAIM, COUNTED, PLACED, HOME = 3, 5, 7, 9  # each in two sets, used by calls alternately
-NUM_FLAGS = 11
+CLAIM, COUNTED, PLACED, HOME, LISTED = 3, 5, 7, 9, 11  # each in two sets, used by calls alternately
+NUM_FLAGS = 13
 
 # words of a header, one for every source and parity of the call
-H_EPOCH, H_STATUS, H_TOKENS, H_SIGNATURE, H_FIRST = 0, 1, 2, 3, 8
+H_EPOCH, H_STATUS, H_TOKENS, H_SIGNATURE, H_LISTED, H_FIRST = 0, 1, 2, 3, 4, 8
 
 # words of the error record
 R_CODE, R_EPOCH, R_WHERE, R_INDEX, R_GOT, R_WANTED = range(6)
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 
     header: [R, 2, header_ints] int32, written by the sources.
     arrive, done: [2, blocks] int32 counters of blocks of 128 rows.
-    counts: [num_ctas, E] int32, ids of each expert that each CTA counted.
+    counts: [num_ctas, count_pitch] int32, ids of each expert that each CTA counted.
     order: [128 * max_blocks] of (row, code), 8 bytes: this rank's real rows in pool order.
     slots: [max_tokens * K] of (slot, weight), 8 bytes, sorted by (expert, slot).
     xq, xs: [max_tokens, H] e4m3, [max_tokens, scale_pitch] fp32.
@@ -55,6 +55,11 @@ def header_ints(num_experts: Any) -> Any:
     return _up(num_experts + (H_FIRST + 1), LINE)
 
 
+def count_pitch(num_experts: Any) -> Any:
+    """int32 words from one CTA's counts to the next one's: whole 16-byte granules."""
+    return _up(num_experts, 4)
+
+
 def layout(
     hidden: int, max_tokens: Any, top_k: Any, num_experts: Any, num_ranks: Any, num_ctas: Any, max_blocks: Any
 ) -> Layout:
@@ -72,7 +77,7 @@ def layout(
     arrive = _up(header + num_ranks * 2 * header_ints(num_experts) * 4)
     done = _up(arrive + 2 * max_blocks * 4)
     counts = _up(done + 2 * max_blocks * 4)
-    order = _up(counts + num_ctas * num_experts * 4)
+    order = _up(counts + num_ctas * count_pitch(num_experts) * 4)
     slots = _up(order + max_blocks * 1024)
     xq = _up(slots + max_tokens * top_k * 8)
     xs = _up(xq + max_tokens * hidden)

@@ -134,11 +134,8 @@ def test_capacity():
     assert ws.capacity_rows(65536, 32) >= 65536 + 32 * 127
 
 
-def test_launch_passes_what_the_kernel_takes():
-    """Number, order, dtypes and shapes of a launch's arguments."""
-    problem = Problem(256, 128)
+def small_call():
     workspace = launch.Workspace(hidden=256, num_experts=4, top_k=2, max_tokens=8, num_ctas=4, device="cpu")
-    buffers = workspace.buffers(128, save=False)
     fp8 = torch.float8_e4m3fn
     weights = launch.prepare_weights(
         torch.zeros(4, 256, 256, dtype=fp8),
@@ -147,7 +144,48 @@ def test_launch_passes_what_the_kernel_takes():
         torch.ones(4, 2, 1),
     )
     x = torch.zeros(8, 256, dtype=torch.bfloat16)
-    ids, p = torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2)
+    return workspace, weights, x, torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2)
+
+
+def test_calls_that_are_refused():
+    workspace, weights, x, ids, p = small_call()
+    launch.check_call(workspace, x, ids, p, weights)
+    with pytest.raises(
+        ValueError, match=r"x: expected bfloat16 \[8, 256\] on cpu, got float32 .*; topk_weights: expected"
+    ):
+        launch.check_call(workspace, x.float(), ids, p[:, :1], weights)
+    with pytest.raises(ValueError, match="topk_ids: expected int32"):
+        launch.check_call(workspace, x, ids.to(torch.int16), p, weights)
+    more = torch.cat([x, x])
+    with pytest.raises(ValueError, match="expected at most max_tokens = 8 tokens, got 16. Make a larger workspace"):
+        launch.check_call(workspace, more, torch.cat([ids, ids]), torch.cat([p, p]), weights)
+    with workspace:
+        assert "MiB" in repr(workspace) and workspace.num_bytes > 0
+    with pytest.raises(ValueError, match="workspace: expected one that is open"):
+        launch.check_call(workspace, x, ids, p, weights)
+    config = TileConfig(trace=True)
+    with pytest.raises(ValueError, match="traces: expected a buffer a rank"):
+        launch.fused_forward([workspace], [x], [ids], [p], [weights], config=config)
+
+
+def test_why_not_of_a_layer():
+    reason = launch.why_not(Problem(256, 128), num_experts=600, num_ranks=17, top_k=13)
+    for part in ("num_experts: expected 1 to 512", "num_ranks: expected 1 to 16", "top_k: expected 1 to 12"):
+        assert part in reason
+    assert launch.why_not(Problem(7168, 2048), num_experts=256, num_ranks=8, top_k=8) is None
+
+
+def test_too_few_connections_for_virtual_ranks(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS: expected at least 2"):
+        launch.LocalWorld(2, hidden=256, num_experts=4, top_k=2, max_tokens=8)
+
+
+def test_launch_passes_what_the_kernel_takes():
+    """Number, order, dtypes and shapes of a launch's arguments."""
+    problem = Problem(256, 128)
+    workspace, weights, x, ids, p = small_call()
+    buffers = workspace.buffers(128, save=False)
     tensors = launch.kernel_tensors(workspace, buffers, weights, x, ids, p, torch.empty_like(x))
     arguments = [*tensors, workspace.peers, *launch.kernel_sizes(workspace, 1.0), 0.0]
     names = list(inspect.signature(FusedForward.__call__).parameters)[1:-1]

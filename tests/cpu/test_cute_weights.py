@@ -1,9 +1,11 @@
 """Weights in the kernels' order hold the same values, and the order is the one the wgmma accumulators ask for."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from cute_kernels.weights import GATE_UP, ROWS, prepare_weights, row_order
+from cute_kernels.weights import GATE_UP, ROWS, permute_rows, prepare_weights, row_order
 
 
 @pytest.mark.parametrize("kind, rows", [(GATE_UP, 256), (GATE_UP, 768), (ROWS, 256), (ROWS, 512)])
@@ -36,6 +38,22 @@ def test_a_thread_holds_neighbours(kind):
                     assert rows == list(range(first, first + 8))
 
 
+def untile(blocks: torch.Tensor) -> torch.Tensor:
+    """Rows from blocks, byte by byte: granule c of row r of a block lies at place c ^ (r % 8)."""
+    experts, rows, width = blocks.shape
+    flat = blocks.view(torch.uint8).reshape(experts, rows // 256, width // 128, 256, 128)
+    row, byte = torch.arange(256)[:, None], torch.arange(128)[None, :]
+    place = (byte // 16 ^ row % 8) * 16 + byte % 16
+    found = torch.gather(flat, 4, place.expand(flat.shape)).permute(0, 1, 3, 2, 4).reshape(experts, rows, width)
+    return found.view(blocks.dtype)
+
+
+def test_blocks_hold_the_rows_in_order():
+    rows = torch.randint(0, 256, (2, 512, 384), dtype=torch.uint8)
+    blocks = permute_rows(rows, ROWS)
+    assert blocks.is_contiguous() and torch.equal(untile(blocks), rows[:, row_order(ROWS, 512)])
+
+
 @pytest.mark.parametrize("hidden, inter", [(256, 128), (384, 256), (128, 384)])
 def test_values_and_scales(hidden, inter):
     def fp8(*shape):
@@ -45,6 +63,7 @@ def test_values_and_scales(hidden, inter):
     w13, w2 = fp8(experts, 2 * inter, hidden), fp8(experts, hidden, inter)
     s13, s2 = torch.rand(experts, 2 * inter // 128, hidden // 128), torch.rand(experts, hidden // 128, inter // 128)
     k = prepare_weights(w13, s13, w2, s2)
+    k = dataclasses.replace(k, w13=untile(k.w13), w2=untile(k.w2))
     assert torch.equal(k.w13.float(), w13.float()[:, row_order(GATE_UP, 2 * inter)])
     order = row_order(ROWS, hidden)
     real = order < hidden
@@ -56,4 +75,4 @@ def test_values_and_scales(hidden, inter):
         assert torch.equal(k.s2[:, :, n, 0], s2[:, 2 * n])
         if 2 * n + 1 < hidden // 128:
             assert torch.equal(k.s2[:, :, n, 1], s2[:, 2 * n + 1])
-    assert k.w13.is_contiguous() and k.w2.is_contiguous() and k.num_local_experts == experts
+    assert k.num_local_experts == experts

@@ -70,6 +70,8 @@ CASES = [
     Case("pieces", hidden=1280, config=TileConfig(pull_pieces=3, pull_batch=2)),
     Case("pieces, two ranks", hidden=1280, tokens=(90, 150), config=TileConfig(pull_pieces=2, pull_batch=1)),
     Case("small groups", tokens=(700,), config=TileConfig(group_blocks=2, pull_batch=5)),
+    Case("few rows", tokens=(200,), experts=64, save=False),
+    Case("few rows, two ranks", tokens=(120, 90), experts=64, save=False),
     Case("qwen", hidden=2048, intermediate=768, experts=16, top_k=8, tokens=(400,)),
 ]
 
