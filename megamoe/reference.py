@@ -218,6 +218,6 @@ def emulate_backward(forward: EmulatedForward, dout_TH: torch.Tensor, recipe: Re
     d_rows = torch_steps.grouped_gemm(grads.d_gate_up, forward.w13.transposed(), mine)
     dx = torch_steps.combine([d_rows], forward.plan, 0)
     dp = torch_steps.combine_weight_grads([grads.d_weight], forward.plan, 0)
-    dw13 = torch_steps.wgrad(grads.d_gate_up_bf16, forward.pool.dequantize(torch.bfloat16), mine)
-    dw2 = torch_steps.wgrad(dout.dequantize(torch.bfloat16), grads.weighted_act, mine)
+    dw13 = torch_steps.wgrad(*torch_steps.wgrad_operands(grads.d_gate_up_bf16, forward.pool, mine, recipe), mine)
+    dw2 = torch_steps.wgrad(*torch_steps.wgrad_operands(dout, grads.weighted_act, mine, recipe), mine)
     return Backward(dx, dp, dw13, dw2)

@@ -14,7 +14,16 @@ from collections.abc import Sequence
 
 import torch
 
-from megamoe.quantize import QuantizedRows, QuantizedWeight, block_ranges, quantize_rows, quantize_weight
+from megamoe.quantize import (
+    QuantizedRows,
+    QuantizedWeight,
+    abs_max,
+    block_ranges,
+    quantize_rows,
+    quantize_weight,
+    scale_of,
+    to_e4m3,
+)
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan, make_plan
 
@@ -33,6 +42,7 @@ __all__ = [
     "swiglu",
     "swiglu_backward",
     "wgrad",
+    "wgrad_operands",
 ]
 
 LOG2_E = 1.4426950408889634
@@ -189,6 +199,53 @@ def wgrad(
     for e, begin, end in segments(plan):
         total = (a[begin:end].double().t() @ b[begin:end].double()).float()
         out[e] = (out[e].float() + total if accumulate else total).to(out.dtype)
+    return out
+
+
+def wgrad_operands(
+    left: torch.Tensor | QuantizedRows, right: torch.Tensor | QuantizedRows, plan: RankPlan, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 operands of `wgrad`, by `Recipe.wgrad_operands`.
+
+    "bf16" dequantises what travelled. "fp8" rounds both to e4m3 once more, along the rows, with one fp32 scale for each
+    column of 128 rows on the left and for each 128 x 128 block on the right. 128 rows share a scale there, so rows are
+    balanced first: what travelled is divided by a power of two in proportion to the row's largest scale, its
+    partner multiplied by it. Values are returned as the product sees them, with one rounding to bf16.
+
+    Args:
+        left: [P, M], bf16, or rows as they travelled. right: [P, N], the same; exactly one of them travelled.
+        plan: segments of the pool, aligned to 128 rows.
+        recipe: wgrad_operands.
+
+    Returns:
+        left and right in bf16; with "fp8" padding rows are zero.
+    """
+    travelled = left if isinstance(left, QuantizedRows) else right
+    assert isinstance(travelled, QuantizedRows)
+    a, b = (v if isinstance(v, torch.Tensor) else dequantize(v) for v in (left, right))
+    scale = travelled.scale_row_major()
+    if recipe.wgrad_operands == "bf16" or scale is None:
+        return a, b
+    factor = scale_of(scale.amax(1), "pow2")
+    factor = torch.where(factor > 2.0**100, 1.0, factor)
+    up, down = torch.where(plan.token >= 0, factor, 0.0), torch.where(plan.token >= 0, 1.0 / factor, 0.0)
+    of_left, of_right = (down, up) if travelled is left else (up, down)
+    return _requantize_along_rows(a, of_left, (1,)), _requantize_along_rows(b, of_right, (1, 3))
+
+
+def _requantize_along_rows(x: torch.Tensor, factor: torch.Tensor, shared: tuple[int, ...]) -> torch.Tensor:
+    """bf16 of e4m3(x * factor), scales shared over `shared` of [P / 128, 128, columns / 128, 128]; factor 0: zeros."""
+    rows, columns = x.shape
+    out = torch.empty_like(x)
+    for begin in range(0, rows, 64 * BLOCK):  # a bounded part at a time: fp32 copies of a whole pool are large
+        part = slice(begin, min(begin + 64 * BLOCK, rows))
+        kept = factor[part, None] > 0
+        v = torch.where(kept, x[part].float() * factor[part, None], 0.0)
+        v = torch.nn.functional.pad(v, (0, -columns % BLOCK, 0, -v.shape[0] % BLOCK))
+        v = v.view(v.shape[0] // BLOCK, BLOCK, v.shape[1] // BLOCK, BLOCK)
+        scale = scale_of(abs_max(v, shared), "fp32")
+        values = (to_e4m3(v, scale).float() * scale).reshape(v.shape[0] * BLOCK, -1)
+        out[part] = values[: part.stop - begin, :columns].to(x.dtype)
     return out
 
 

@@ -30,6 +30,8 @@ def test_is_a_cache_key():
         ({"clamp": -1.0}, "clamp: expected a positive finite limit or None, got -1.0"),
         ({"clamp": float("inf")}, "clamp: expected a positive finite limit or None, got inf"),
         ({"clamp": float("nan")}, "clamp: expected a positive finite limit or None, got nan"),
+        ({"wgrad_operands": "fp16"}, "wgrad_operands: expected 'bf16' or 'fp8', got 'fp16'"),
+        ({"precision": "bf16", "wgrad_operands": "fp8"}, "wgrad_operands: expected 'bf16' where precision is 'bf16'"),
     ],
 )
 def test_refusals(arguments, message):
