@@ -74,7 +74,6 @@ def facts(kernel: Compiled) -> dict[str, object]:
         "approximate": "ex2.approx.ftz.f32" in kernel.ptx and "rcp.approx.ftz.f32" in kernel.ptx,
         "saturating": "cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx,
         "contracted": "fma.rn.f32" in kernel.ptx,
-        "stmatrix": kernel.ptx.count("stmatrix"),
         "ffma": kernel.sass.count("FFMA"),
     }
 
