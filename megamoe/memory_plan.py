@@ -226,6 +226,8 @@ def _check(
         problems.append(expected("weights", f"one of {', '.join(BYTES_OF)}", repr(options.weights)))
     if options.precision not in ("fp8", "bf16"):
         problems.append(expected("precision", "'fp8' or 'bf16'", repr(options.precision)))
+    if options.wgrad_operands not in ("bf16", "fp8"):
+        problems.append(expected("wgrad_operands", "'bf16' or 'fp8'", repr(options.wgrad_operands)))
     if options.backend not in ("steps", "cute"):
         problems.append(expected("backend", "'steps' or 'cute'", repr(options.backend)))
     if options.backend == "cute":

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 from cute_kernels import workspace
 from megamoe.config import MoEConfig
 from megamoe.quantize import ceil_div
-from megamoe.recipe import BLOCK
+from megamoe.recipe import BLOCK, Recipe
 
 SaveMode: TypeAlias = Literal["none", "pool", "repull", "recompute"]
 BYTES_OF = {"fp8": 1, "bf16": 2, "fp32": 4}
@@ -26,12 +26,14 @@ class PlanOptions:
         weights: "bf16" or "fp32" masters, which train, or "fp8", frozen: no gradient and no forward copy of them.
         precision: of the recipe, "fp8" or "bf16".
         is_virtual: all ranks live in this process (a LocalWorld): what is planned is all of them together.
+        wgrad_operands: of the recipe, "bf16" or "fp8".
         backend: "steps", the unfused path of torch and Triton, or "cute", the fused kernels.
     """
 
     weights: Literal["fp8", "bf16", "fp32"] = "bf16"
     precision: Literal["fp8", "bf16"] = "fp8"
     is_virtual: bool = False
+    wgrad_operands: Literal["bf16", "fp8"] = getattr(Recipe, "wgrad_operands", "bf16")
     backend: Literal["steps", "cute"] = "steps"
 
 
@@ -155,9 +157,16 @@ class Call:
     def rows_of(self, name: str, copies: int = 1) -> Item:
         return Item(name, 2 * self.rows * self.hidden * copies, "P * H * 2")
 
-    def operand(self, name: str) -> Item:
-        """Rows of a pool as wgrad reads them; in bf16 these are the pool's own."""
-        return self.rows_of(name) if self.options.precision == "fp8" else Item(name, 0, "the pool itself")
+    def wgrad_operands(self, name: str) -> Item:
+        """What the larger of the two weight gradients reads beside what is there, of one rank."""
+        if self.options.precision == "bf16":
+            return Item(name, 0, "the pool itself")
+        width = 2 * self.inter + self.hidden
+        if self.options.wgrad_operands == "bf16":
+            return Item(name, 2 * self.rows * self.hidden, "P * H * 2")
+        if self.is_fused:  # transposed e4m3 with scales along the rows
+            return Item(name, self.rows * width + 4 * self.rows * width // BLOCK, "P * (2I + H) and scales")
+        return Item(name, 2 * self.rows * (self.hidden + width), "P * (2I + 2H) * 2")
 
     def out(self, name: str) -> Item:
         return Item(name, 2 * self.tokens * self.hidden * self.local, "T * H * 2")
@@ -288,7 +297,7 @@ def _backward(ledger: Ledger, name: str, call: Call, save: SaveMode) -> None:
     ledger.mark(f"{name}dX GEMM and combine")
     ledger.drop("~dX rows")
     if trains:
-        ledger.hold(call.operand("~operand of wgrad"))
+        ledger.hold(call.wgrad_operands("~operands of wgrad"))
         ledger.mark(f"{name}wgrad")
 
 
@@ -327,7 +336,7 @@ def _fused_backward(ledger: Ledger, name: str, call: Call, save: SaveMode) -> No
     )
     ledger.mark(f"{name}fused dgrad")
     if trains:
-        ledger.hold(call.operand("~operand of wgrad"))
+        ledger.hold(call.wgrad_operands("~operands of wgrad"))
         ledger.mark(f"{name}wgrad")
 
 

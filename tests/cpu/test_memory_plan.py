@@ -226,6 +226,20 @@ def test_fused_calls_are_planned_with_the_kernels_own_layout(save: str) -> None:
     assert frozen.copies_bytes == plan.copies_bytes
 
 
+def test_wgrad_operands_follow_the_recipe() -> None:
+    assert PlanOptions().wgrad_operands == getattr(Recipe(), "wgrad_operands", "bf16")
+    peaks = {
+        (backend, kind): memory_plan(CONFIG, options=PlanOptions(backend=backend, wgrad_operands=kind)).stages[-1]
+        for backend in ("steps", "cute")
+        for kind in ("bf16", "fp8")
+    }
+    assert all(stage.name == "wgrad" for stage in peaks.values())
+    assert peaks["cute", "fp8"].num_bytes > peaks["cute", "bf16"].num_bytes  # since here 2I > H
+    assert peaks["steps", "fp8"].num_bytes > peaks["steps", "bf16"].num_bytes
+    with pytest.raises(MegaMoEValueError, match=r"wgrad_operands: expected 'bf16' or 'fp8', got 'fp4'"):
+        memory_plan(CONFIG, options=PlanOptions(wgrad_operands="fp4"))
+
+
 def test_fused_kernels_run_where_they_run() -> None:
     with pytest.raises(MegaMoEValueError, match=r"backend: expected 'steps' or 'cute', got 'triton'"):
         memory_plan(CONFIG, options=PlanOptions(backend="triton"))

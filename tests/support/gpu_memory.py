@@ -24,17 +24,23 @@ class MemoryCase:
     weights: str = "bf16"
     precision: str = "fp8"
     backend: str = "triton"
+    wgrad_operands: str = PlanOptions().wgrad_operands
 
     def plan(self) -> MemoryPlan:
         backend = "cute" if self.backend == "cute" else "steps"
-        options = PlanOptions(self.weights, self.precision, backend=backend)
+        operands = self.wgrad_operands
+        options = PlanOptions(self.weights, self.precision, backend=backend, wgrad_operands=operands)
         return memory_plan(self.config, save=self.save, tokens=self.tokens, options=options)
+
+    def recipe(self) -> Recipe:
+        is_default = self.precision == "bf16" or self.wgrad_operands == PlanOptions().wgrad_operands
+        return Recipe(self.precision) if is_default else Recipe(self.precision, wgrad_operands=self.wgrad_operands)
 
     def __str__(self) -> str:
         c = self.config
         sizes = f"H{c.hidden_size} I{c.intermediate_size} E{c.num_experts} K{c.top_k} T{self.tokens}"
         shared = f" +{c.num_shared_experts} shared" if c.num_shared_experts else ""
-        return f"{sizes}{shared} {self.save} {self.weights} {self.precision} {self.backend}"
+        return f"{sizes}{shared} {self.save} {self.weights} {self.precision} {self.backend} {self.wgrad_operands}"
 
 
 def measure_peak(case: MemoryCase) -> int:
@@ -46,7 +52,7 @@ def measure_peak(case: MemoryCase) -> int:
         case.config,
         backend=case.backend,
         weights=case.weights,
-        recipe=Recipe(case.precision),
+        recipe=case.recipe(),
         device=device,
         save=save,
     )
@@ -77,9 +83,11 @@ def release_all() -> None:
     if hasattr(cute, "release"):
         cute.release()
     if importlib.util.find_spec("cutlass") is not None:
-        from cute_kernels.weights import granule_order
+        from cute_kernels import weights
 
-        granule_order.cache_clear()
+        for tables in vars(weights).values():
+            if hasattr(tables, "cache_clear"):
+                tables.cache_clear()
 
 
 def why_not(case: MemoryCase) -> str | None:
