@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="fp8", choices=("fp8", "bf16"))
     parser.add_argument("--scale-format", default="fp32", choices=("fp32", "pow2"))
     parser.add_argument("--clamp", type=float, help="limit of the gated activation")
+    parser.add_argument("--wgrad-operands", default="bf16", choices=("bf16", "fp8"), help="of the weight gradients")
     parser.add_argument("--ranks", type=int, help="virtual ranks (default: 2, or one for each entry of --tokens)")
     parser.add_argument("--shape", choices=SHAPES, help="sizes of the benchmarks, instead of the five that follow")
     parser.add_argument("--tokens", default="64", help="T of every rank, or one T for each rank: 64 or 17,0,96,1")
@@ -85,7 +86,7 @@ def specs_of(args: argparse.Namespace) -> Iterator[ProblemSpec]:
 
 def verify_main(args: argparse.Namespace) -> int:
     """Run `megamoe verify`; returns its exit status."""
-    recipe = Recipe(args.precision, args.scale_format, args.clamp)
+    recipe = Recipe(args.precision, args.scale_format, args.clamp, args.wgrad_operands)
     specs = list(specs_of(args))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     reports: list[dict[str, object]] = []
@@ -116,8 +117,11 @@ def verify_main(args: argparse.Namespace) -> int:
 
 def describe(recipe: Recipe) -> str:
     """A recipe in a few words."""
-    scales = f", {recipe.scale_format} scales" if recipe.precision == "fp8" else ""
-    return f"{recipe.precision}{scales}" + (f", clamp {recipe.clamp:g}" if recipe.clamp is not None else "")
+    parts = [recipe.precision]
+    parts += [f"{recipe.scale_format} scales"] if recipe.precision == "fp8" else []
+    parts += ["fp8 operands of weight gradients"] if recipe.wgrad_operands == "fp8" else []
+    parts += [f"clamp {recipe.clamp:g}"] if recipe.clamp is not None else []
+    return ", ".join(parts)
 
 
 HEADER = ("stage", "oracle", "rel-L2", "worst row", "worst expert", "emulation", "gates")

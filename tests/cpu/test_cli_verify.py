@@ -29,6 +29,7 @@ SPEC = ProblemSpec((24, 24), 256, 128, 8, 2)
         ["--tokens", "17,0,31,1", "--hidden", "320", "--intermediate", "192"],
         ["--clamp", "1", "--seeds", "1,2"],
         ["--scale-format", "pow2"],
+        ["--wgrad-operands", "fp8"],
         ["--tokens", "0"],
         ["--top-k", "8", "--ranks", "1"],
     ],
@@ -47,7 +48,7 @@ def test_json_holds_every_stage(capsys):
     assert main(["verify", "--json", "--routing", "masked,zipf", "--backend", "torch", *SMALL]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] is True and len(report["problems"]) == 2
-    assert report["recipe"] == {"precision": "fp8", "scale_format": "fp32", "clamp": None}
+    assert report["recipe"] == dataclasses.asdict(Recipe())
     for problem in report["problems"]:
         assert problem["backend"] == "torch"
         assert [stage["stage"] for stage in problem["stages"]] == list(KINDS)

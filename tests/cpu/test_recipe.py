@@ -10,13 +10,14 @@ from megamoe.recipe import Recipe
 
 
 def test_defaults_are_the_documented_ones():
-    assert Recipe() == Recipe(precision="fp8", scale_format="fp32", clamp=None)
+    assert Recipe() == Recipe(precision="fp8", scale_format="fp32", clamp=None, wgrad_operands="bf16")
     assert megamoe.Recipe is Recipe
 
 
 def test_is_a_cache_key():
     keys = {Recipe(), Recipe("bf16"), Recipe(scale_format="pow2"), Recipe(clamp=10.0), Recipe(clamp=7.0), Recipe()}
-    assert len(keys) == 5
+    keys.add(Recipe(wgrad_operands="fp8"))
+    assert len(keys) == 6
     with pytest.raises(dataclasses.FrozenInstanceError):
         Recipe().clamp = 1.0
 
@@ -26,6 +27,11 @@ def test_is_a_cache_key():
     [
         ({"precision": "fp4"}, "precision: expected 'fp8' or 'bf16', got 'fp4'"),
         ({"scale_format": "e8m0"}, "scale_format: expected 'fp32' or 'pow2', got 'e8m0'"),
+        ({"wgrad_operands": "fp4"}, "wgrad_operands: expected 'bf16' or 'fp8', got 'fp4'"),
+        (
+            {"wgrad_operands": "fp8", "precision": "bf16"},
+            "wgrad_operands: expected 'bf16' where precision is 'bf16', got 'fp8'",
+        ),
         ({"clamp": 0.0}, "clamp: expected a positive finite limit or None, got 0.0"),
         ({"clamp": -1.0}, "clamp: expected a positive finite limit or None, got -1.0"),
         ({"clamp": float("inf")}, "clamp: expected a positive finite limit or None, got inf"),

@@ -143,6 +143,16 @@ def test_pow2_scales_pass_the_gates_and_differ():
     assert not torch.equal(forward.out_TH, emulate_forward(inputs, Recipe()).out_TH)
 
 
+@pytest.mark.parametrize("name", ["plain", "partial_blocks", "masked", "one_token", "no_tokens"])
+def test_fp8_operands_of_weight_gradients_pass_the_gates(name):
+    inputs, (forward, backward), (_, want) = both(CASES[name], Recipe(wgrad_operands="fp8"))
+    assert_backward_passes(backward, want, GATES["fp8"])
+    bf16 = emulate_backward(forward, inputs_of(CASES[name])[1], Recipe())
+    assert_bitwise(backward.dx_TH, bf16.dx_TH, "dx")
+    if name not in ("one_token", "no_tokens"):  # one row alone keeps its values
+        assert sqnr_db(backward.dw13_E2IH, want.dw13_E2IH) < sqnr_db(bf16.dw13_E2IH, want.dw13_E2IH)
+
+
 def test_a_wide_clamp_changes_nothing_and_a_tight_one_does():
     inputs, _ = inputs_of(CASES["plain"])
     plain = emulate_forward(inputs, Recipe())
@@ -269,14 +279,16 @@ def test_heavy_tailed_and_tiny_gradients_keep_their_direction():
     assert_backward_passes(got, want, GATES["fp8"])
 
 
-def test_weight_gradients_of_rows_of_very_different_magnitude():
+@pytest.mark.parametrize("operands", ["bf16", "fp8"])
+def test_weight_gradients_of_rows_of_very_different_magnitude(operands):
     """Tokens from 1e-3 to 1 in one block of 128 and upstream gradients from 1e6 to 1, so that every row adds alike: a
     weight gradient that used another row's scale would be off by orders of magnitude."""
     inputs, dout = inputs_of(ProblemSpec((128,), 256, 128, 2, 1, "one_expert"))
     magnitude = torch.logspace(-3, 0, 128)[torch.randperm(128), None]
     inputs = dataclasses.replace(inputs, x_TH=(inputs.x_TH * magnitude).bfloat16())
     dout = (dout / magnitude.square()).bfloat16()
-    got, want = emulate_backward(emulate_forward(inputs, Recipe()), dout, Recipe()), oracle_backward(inputs, dout)
+    recipe = Recipe(wgrad_operands=operands)
+    got, want = emulate_backward(emulate_forward(inputs, recipe), dout, recipe), oracle_backward(inputs, dout)
     for name in ("dw13_E2IH", "dw2_EHI"):
         for block, wanted in zip(getattr(got, name)[0].split(128), getattr(want, name)[0].split(128), strict=True):
             assert sqnr_db(block, wanted) >= GATES["fp8"].expert_db, name
