@@ -19,7 +19,7 @@ from megamoe.cli.bench_problem import BenchProblem, LayerRun, Run, Variant, ceil
 from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape
 from megamoe.cli.records import Record, environment, gpu_name, write_records
 from megamoe.cli.timing import Timing, captured, clock_mhz, time_variants
-from megamoe.errors import BackendUnavailable, MegaMoEError, MegaMoEValueError, expected
+from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
 from megamoe.recipe import Recipe
 
 PASSES = {"forward": 1, "backward": 2, "fwd_bwd": 3, "dgrad": 1}
@@ -150,26 +150,32 @@ def bench_case(
     training = bool({"backward", "fwd_bwd", "dgrad", "wgrad"} & set(benches))
     variants: dict[tuple[str, str], Variant] = {}
     facts: dict[tuple[str, str], Record] = {}
+    runs: dict[str, LayerRun] = {}
     failed = 0
     for backend in backends:
         try:
-            found = layer_variants(LayerRun(backend, problem, training), benches, training)
-        except (AssertionError, MegaMoEError, RuntimeError) as error:
-            print(f"{backend} has no record: {error}", file=sys.stderr)
+            run = LayerRun(backend, problem, training)
+            found = layer_variants(run, benches, training)
+        except Exception as error:  # whatever is wrong with one backend, the others are measured
+            print(f"{backend} has no record: {type(error).__name__}: {error}", file=sys.stderr)
             failed += 1
             continue
+        runs[backend] = run
         variants |= {(bench, backend): variant for bench, (variant, _) in found.items()}
         facts |= {(bench, backend): fact for bench, (_, fact) in found.items()}
+    problem.forget_oracle()
     baseline = torch_gemms(problem)
     if baseline is not None:
         variants["gemms", "torch_scaled_grouped_mm" if recipe.precision == "fp8" else "torch_grouped_mm"] = baseline
-    if "stages" in benches and "triton" in backends and spec.num_ranks == 1:
-        variants |= {(stage, "triton"): variant for stage, variant in triton_stages(problem, training).items()}
+    if "stages" in benches and "triton" in runs and spec.num_ranks == 1:
+        stages = triton_stages(problem, runs["triton"].experts[0], training)
+        variants |= {(stage, "triton"): variant for stage, variant in stages.items()}
         variants |= {(bench, "torch"): variant for bench, variant in ceilings(device, recipe.precision).items()}
     calls: dict[tuple[str, str], Run] = {}
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     for key, variant in variants.items():
         variant.run()
-        graph = captured(variant.run, device) if variant.capturable and not args.eager else None
+        graph = captured(variant.run, device, pool) if variant.capturable and not args.eager else None
         calls[key] = graph or variant.run
         facts[key] = facts.get(key, {}) | {"graph": graph is not None}
     times, clock = _time(calls, f"{name} T={sum(spec.num_tokens)} {spec.routing} R={spec.num_ranks}", args, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,7 @@ from megamoe.backends import BACKENDS, Backend
 from megamoe.cli.problem import ProblemSpec, draw_topk_ids
 from megamoe.comm import LocalWorld
 from megamoe.comm.transport import Transport, as_transport
-from megamoe.gates import GATES, rel_l2, sqnr_db
+from megamoe.gates import GATES, rel_l2
 from megamoe.memory_plan import worst_rows
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.reference import Inputs, oracle_backward, oracle_forward
@@ -67,6 +68,33 @@ class BenchProblem:
         if spec.num_ranks == 1:
             self.options = ForwardOptions(num_rows=worst_rows(total * spec.top_k, e), max_tokens=total)
 
+        self._oracle: dict[str, torch.Tensor] = {}
+        self._weight_grads: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def oracle(self, training: bool) -> dict[str, torch.Tensor]:
+        """out, and with `training` dx, dp, dw13, dw2, computed in fp64 and kept in fp32."""
+        if not self._oracle or training > ("dx" in self._oracle):
+            inputs = Inputs(torch.cat(self.xs), torch.cat(self.ids), torch.cat(self.weights), self.w13, self.w2)
+            found = {"out": oracle_forward(inputs, self.recipe.clamp).out_TH.float()}
+            if training:
+                grads = oracle_backward(inputs, torch.cat(self.douts), self.recipe.clamp)
+                found |= {"dx": grads.dx_TH.float(), "dp": grads.dp_TK.float()}
+                found |= {"dw13": grads.dw13_E2IH.float(), "dw2": grads.dw2_EHI.float()}
+            self._oracle = found
+        return self._oracle
+
+    def forget_oracle(self) -> None:
+        """Free it, and what the allocator holds."""
+        self._oracle = {}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def weight_grads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """bf16 gradients of w13 and w2 that every variant overwrites."""
+        if self._weight_grads is None:
+            self._weight_grads = torch.empty_like(self.w13), torch.empty_like(self.w2)
+        return self._weight_grads
+
     def transport(self, backend: Backend) -> Transport:
         return as_transport(LocalWorld(self.spec.num_ranks), backend.steps)
 
@@ -95,10 +123,8 @@ class LayerRun:
         self.capturable = problem.spec.num_ranks == 1
         self.needs = Needs(w13=None, w2=None)
         if training:
-            ranks = problem.spec.num_ranks
-            self.needs = Needs(
-                w13=list(torch.empty_like(problem.w13).chunk(ranks)), w2=list(torch.empty_like(problem.w2).chunk(ranks))
-            )
+            dw13, dw2 = (list(grad.chunk(problem.spec.num_ranks)) for grad in problem.weight_grads())
+            self.needs = Needs(w13=dw13, w2=dw2)
 
     def forward(self) -> list[torch.Tensor]:
         """Inference: nothing is saved."""
@@ -140,27 +166,26 @@ def errors(problem: BenchProblem, run: LayerRun, training: bool) -> dict[str, fl
     Raises:
         AssertionError: a tensor misses the gate of the recipe's precision; a wrong result has no time.
     """
-    oracle_inputs = Inputs(
-        torch.cat(problem.xs), torch.cat(problem.ids), torch.cat(problem.weights), problem.w13, problem.w2
-    )
+    wanted = problem.oracle(training)
     figures: dict[str, float] = {}
     least = GATES[problem.recipe.precision].tensor_db
 
-    def compare(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
-        db = sqnr_db(got, want)
+    def compare(name: str, got: torch.Tensor) -> None:
+        error = rel_l2(got, wanted[name])
+        db = math.inf if error == 0.0 else -20 * math.log10(error)
         assert db >= least, f"{run.backend.name}: {name} at {db:.1f} dB, expected at least {least}"
-        figures[f"rel_l2_{name}"] = rel_l2(got, want)
+        figures[f"rel_l2_{name}"] = error
 
     out = torch.cat(run.training_forward() if training else run.forward())
-    compare("out", out, oracle_forward(oracle_inputs, problem.recipe.clamp).out_TH)
+    compare("out", out)
     if training:
         grads = run.backward()
-        want = oracle_backward(oracle_inputs, torch.cat(problem.douts), problem.recipe.clamp)
         assert grads.dx is not None and grads.dp is not None and grads.dw13 is not None and grads.dw2 is not None
-        compare("dx", torch.cat(grads.dx), want.dx_TH)
-        figures["rel_l2_dp"] = rel_l2(torch.cat(grads.dp), want.dp_TK)
-        compare("dw13", torch.cat(grads.dw13), want.dw13_E2IH)
-        compare("dw2", torch.cat(grads.dw2), want.dw2_EHI)
+        compare("dx", torch.cat(grads.dx))
+        figures["rel_l2_dp"] = rel_l2(torch.cat(grads.dp), wanted["dp"])
+        dw13, dw2 = problem.weight_grads()
+        compare("dw13", dw13)
+        compare("dw2", dw2)
     return figures
 
 
@@ -200,11 +225,10 @@ def torch_gemms(problem: BenchProblem) -> Variant | None:
     return Variant(both, problem.flops)
 
 
-def triton_stages(problem: BenchProblem, training: bool) -> dict[str, Variant]:
+def triton_stages(problem: BenchProblem, experts: ExpertWeights, training: bool) -> dict[str, Variant]:
     """The steps of the Triton path one by one, on R = 1; bytes count every input and output once, padding too."""
     steps, recipe, spec = BACKENDS["triton"].steps, problem.recipe, problem.spec
     x, ids, p = torch.cat(problem.xs), torch.cat(problem.ids), torch.cat(problem.weights)
-    experts = BenchProblem.experts(problem, BACKENDS["triton"], training)[0]
     assert spec.num_ranks == 1
     plan = steps.make_plan([ids], spec.num_experts)
     mine, tokens, rows = plan.ranks[0], x.shape[0], problem.num_rows
@@ -237,7 +261,7 @@ def triton_stages(problem: BenchProblem, training: bool) -> dict[str, Variant]:
     dh = steps.grouped_gemm(d_pool, experts.w2_t, mine, torch.float32)
     grads = steps.swiglu_backward(dh, gate_up, weight, recipe)
     x_rows, d_rows = steps.dequantize(pool), steps.dequantize(d_pool)
-    dw13, dw2 = torch.empty_like(problem.w13), torch.empty_like(problem.w2)
+    dw13, dw2 = problem.weight_grads()
     stages |= {
         "gemm_a": Variant(lambda: steps.grouped_gemm(d_pool, experts.w2_t, mine, torch.float32), unit),
         "swiglu_backward": Variant(

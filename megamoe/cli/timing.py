@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 import torch
 
@@ -88,18 +89,19 @@ def _repeated(run: Callable[[], object], count: int, device: torch.device) -> fl
     return first.elapsed_time(last) * 1e3 / count
 
 
-def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
+def captured(run: Callable[[], object], device: torch.device, pool: Any = None) -> Callable[[], object] | None:
     """A function that replays `run` as a CUDA graph, so that launches cost the host nothing; None where it cannot.
 
     Args:
         run: was run before; works on the same memory whenever it is called. device: where it runs.
+        pool: of `torch.cuda.graph_pool_handle`, for graphs whose results nobody reads and which never run at once.
     """
     if device.type != "cuda":
         return None
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             run()
     except RuntimeError:  # it synchronises, or copies from pageable memory
         torch.cuda.synchronize(device)
