@@ -117,7 +117,7 @@ def verify_main(args: argparse.Namespace) -> int:
 
 def describe(recipe: Recipe) -> str:
     """A recipe in a few words."""
-    parts = [recipe.precision]
+    parts: list[str] = [recipe.precision]
     parts += [f"{recipe.scale_format} scales"] if recipe.precision == "fp8" else []
     parts += ["fp8 operands of weight gradients"] if recipe.wgrad_operands == "fp8" else []
     parts += [f"clamp {recipe.clamp:g}"] if recipe.clamp is not None else []
