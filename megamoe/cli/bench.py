@@ -15,7 +15,17 @@ from pathlib import Path
 import torch
 
 from megamoe.backends import BACKENDS, Problem
-from megamoe.cli.bench_problem import BenchProblem, LayerRun, Run, Variant, ceilings, errors, torch_gemms, triton_stages
+from megamoe.cli.bench_problem import (
+    FP8_WGRAD,
+    BenchProblem,
+    LayerRun,
+    Run,
+    Variant,
+    ceilings,
+    errors,
+    torch_gemms,
+    triton_stages,
+)
 from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape
 from megamoe.cli.records import Record, environment, gpu_name, write_records
 from megamoe.cli.timing import Timing, captured, clock_mhz, time_variants
@@ -47,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="T of all ranks together (default: the shape's)")
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS)
     parser.add_argument("--ranks", type=int, default=1, help="virtual ranks")
-    parser.add_argument("--backends", default="cute,triton", help="by comma; what does not run here is named, left out")
+    parser.add_argument(
+        "--backends",
+        default="cute,cute_wgrad_fp8,triton",
+        help='by comma; NAME_wgrad_fp8: with wgrad_operands="fp8"; what does not run here is named and left out',
+    )
     parser.add_argument("--bench", default=",".join(BENCHES), help="by comma")
     parser.add_argument("--precision", default="fp8", choices=("fp8", "bf16"))
     parser.add_argument("--rounds", type=int, default=10, help="launches of each variant, interleaved")
@@ -127,7 +141,7 @@ def usable(names: list[str], spec: ProblemSpec, recipe: Recipe, device: torch.de
         world = "local" if spec.num_ranks > 1 else "one"
         sizes = {"num_experts": spec.num_experts, "top_k": spec.top_k, "num_ranks": spec.num_ranks, "world": world}
         problem = Problem.of(device, recipe, spec.hidden, spec.intermediate, **sizes)
-        reason = BACKENDS[name].why_not(problem)
+        reason = BACKENDS[name.removesuffix(FP8_WGRAD)].why_not(problem)
         if reason is None:
             found.append(name)
         else:
@@ -145,7 +159,8 @@ def bench_case(
     A backend that misses a gate or raises is named on stderr and has no record.
     """
     recipe, benches = Recipe(args.precision), choices("--bench", args.bench, BENCHES)
-    backends = usable(choices("--backends", args.backends, tuple(BACKENDS)), spec, recipe, device)
+    allowed = (*BACKENDS, *(name + FP8_WGRAD for name in BACKENDS))
+    backends = usable(choices("--backends", args.backends, allowed), spec, recipe, device)
     problem = BenchProblem(spec, recipe, device)
     training = bool({"backward", "fwd_bwd", "dgrad", "wgrad"} & set(benches))
     variants: dict[tuple[str, str], Variant] = {}
@@ -154,7 +169,8 @@ def bench_case(
     failed = 0
     for backend in backends:
         try:
-            run = LayerRun(backend, problem, training)
+            other = runs.get(backend.removesuffix(FP8_WGRAD))
+            run = LayerRun(backend, problem, training, other.experts if other else None)
             found = layer_variants(run, benches, training)
         except Exception as error:  # whatever is wrong with one backend, the others are measured
             print(f"{backend} has no record: {type(error).__name__}: {error}", file=sys.stderr)

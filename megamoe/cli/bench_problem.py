@@ -108,17 +108,27 @@ class BenchProblem:
         return mine
 
 
+FP8_WGRAD = "_wgrad_fp8"
+"""Behind a backend's name: with Recipe(wgrad_operands="fp8")."""
+
+
 class LayerRun:
     """The layer of one backend on a problem: forward, backward, both. Weight gradients are bf16, overwritten.
 
     Args:
-        name: of the backend. problem: what to run. training: whether backward will be called.
+        name: of the backend, perhaps with FP8_WGRAD. problem: what to run. training: whether backward will be called.
+        experts: the weights as this backend reads them, None to prepare them.
     """
 
-    def __init__(self, name: str, problem: BenchProblem, training: bool) -> None:
-        self.backend, self.problem = BACKENDS[name], problem
+    def __init__(
+        self, name: str, problem: BenchProblem, training: bool, experts: list[ExpertWeights] | None = None
+    ) -> None:
+        self.backend, self.problem = BACKENDS[name.removesuffix(FP8_WGRAD)], problem
+        self.recipe = problem.recipe
+        if name.endswith(FP8_WGRAD):
+            self.recipe = dataclasses.replace(self.recipe, wgrad_operands="fp8")
         self.transport = problem.transport(self.backend)
-        self.experts = problem.experts(self.backend, training)
+        self.experts = problem.experts(self.backend, training) if experts is None else experts
         self._saved: Saved | None = None
         self.capturable = problem.spec.num_ranks == 1
         self.needs = Needs(w13=None, w2=None)
@@ -138,7 +148,7 @@ class LayerRun:
     def _forward(self, save: bool) -> tuple[list[torch.Tensor], Saved | None]:
         p = self.problem
         options = dataclasses.replace(p.options, save="pool" if save else "none")
-        return self.backend.forward(self.transport, p.xs, p.ids, p.weights, self.experts, p.recipe, options)
+        return self.backend.forward(self.transport, p.xs, p.ids, p.weights, self.experts, self.recipe, options)
 
     def backward(self) -> Grads:
         """Of the last training forward, which it leaves as it is."""

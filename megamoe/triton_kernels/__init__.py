@@ -17,7 +17,7 @@ from megamoe.triton_kernels.quantize import (
     quantize_weight_with_transpose,
 )
 from megamoe.triton_kernels.swiglu import swiglu, swiglu_backward
-from megamoe.triton_kernels.wgrad import wgrad
+from megamoe.triton_kernels.wgrad import wgrad, wgrad_operands
 
 __all__ = [
     "SwigluGrads",
@@ -34,5 +34,6 @@ __all__ = [
     "swiglu",
     "swiglu_backward",
     "wgrad",
+    "wgrad_operands",
     "why_not",
 ]

@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megamoe.quantize import ceil_div
+from megamoe import torch_steps
+from megamoe.quantize import QuantizedRows, ceil_div
+from megamoe.recipe import Recipe
 from megamoe.routing_plan import RankPlan
 from megamoe.triton_kernels.configs import WgradConfig, pick_wgrad
 from megamoe.triton_kernels.numerics import dot_add, to_bf16
+from megamoe.triton_kernels.quantize import dequantize
 
 
 @triton.jit
@@ -62,6 +65,16 @@ def _wgrad_kernel(
             tl.store(to, to_bf16(acc), mask=mask)
         else:
             tl.store(to, acc, mask=mask)
+
+
+def wgrad_operands(
+    left: torch.Tensor | QuantizedRows, right: torch.Tensor | QuantizedRows, plan: RankPlan, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `torch_steps.wgrad_operands`: what travelled as bf16, one kernel; "fp8" operands by torch's operations."""
+    if recipe.wgrad_operands == "fp8":
+        return torch_steps.wgrad_operands(left, right, plan, recipe)
+    a, b = (v if isinstance(v, torch.Tensor) else dequantize(v) for v in (left, right))
+    return a, b
 
 
 def wgrad(

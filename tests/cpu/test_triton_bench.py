@@ -66,6 +66,14 @@ def test_a_backend_that_fails_has_no_record_and_the_others_do(tmp_path, monkeypa
     assert "torch has no record: AssertionError: torch: out at 3.0 dB" in capsys.readouterr().err
 
 
+def test_a_backend_with_fp8_operands_of_wgrad_is_a_backend_of_its_own(tmp_path):
+    arguments = ("--shapes", "4,128,128,2", "--tokens", "32", "--backends", "torch,torch_wgrad_fp8")
+    assert bench.bench_main(parse(*arguments, "--out", str(tmp_path), "--no-charts")) == 0
+    (records,) = benchmarks_records.load(tmp_path).values()
+    assert {r["backend"] for r in records} == {"torch", "torch_wgrad_fp8"}
+    assert kernel_hash("cute_wgrad_fp8") == kernel_hash("cute")
+
+
 def test_wgrad_is_what_backward_takes_longer_than_dgrad():
     same = {
         "shape": "A",
@@ -157,7 +165,9 @@ def test_options_are_refused_by_name():
         MegaMoEValueError, match=r"--bench: expected of forward, backward, fwd_bwd, dgrad, wgrad, stages"
     ):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--bench", "sideways"))
-    with pytest.raises(MegaMoEValueError, match=r"--backends: expected of cute, triton, torch, got 'x'"):
+    with pytest.raises(
+        MegaMoEValueError, match=r"--backends: expected of cute, triton, torch, cute_wgrad_fp8, .* got 'x'"
+    ):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--backends", "x"))
     with pytest.raises(BackendUnavailable, match=r"--backends: none of cute runs this on cpu"):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--backends", "cute"))

@@ -323,6 +323,21 @@ def test_wgrad(m, n, dtype, device):
         assert_bitwise(triton_kernels.wgrad(a, b, plan).cpu(), out.cpu(), "a new tensor")
 
 
+@pytest.mark.parametrize("operands", ["bf16", "fp8"])
+def test_wgrad_operands(operands, device):
+    recipe = Recipe(wgrad_operands=operands)
+    plan = ragged_plan([64, 0, 130], device)
+    travelled, partner = random_pool(plan.num_rows, 200, recipe), torch.randn(plan.num_rows, 72).bfloat16()
+    want = torch_steps.wgrad_operands(partner, travelled, to_cpu(plan), recipe)
+    got = triton_kernels.wgrad_operands(partner.to(device), quantized_to(travelled, device), plan, recipe)
+    for name, a, b in zip(("left", "right"), got, want, strict=True):
+        assert_same_values(a, b, name)
+
+
+def test_every_step_is_there():
+    assert set(torch_steps.__all__) <= set(triton_kernels.__all__)
+
+
 def test_nothing_at_all(device):
     """No tokens, and tokens without an expert: every step returns empty or zero tensors."""
     for tokens in (0, 5):
