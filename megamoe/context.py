@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megamoe import backends
 from megamoe.comm import Hierarchy, LocalWorld, Transport, as_transport
+from megamoe.deferred import DeferredWgrad
 from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.unfused import ForwardOptions, SaveMode, worst_rows
@@ -133,6 +134,8 @@ class MoEContext:
         self.world, self.backend, self.debug, self.copies = world, backend, debug, copies
         self.shapes = Spec(backend, self.recipe.precision, num_ranks, num_local, capacity, max_tokens_per_rank, save)
         self.spec = str(self.shapes)
+        self.deferred: DeferredWgrad | None = None
+        """Takes weight gradients that are computed later; set by the module that owns the parameters."""
         self.anchor = torch.empty(0, requires_grad=True) if self.shapes.is_group else None
         """Keeps the output of a group attached to autograd on ranks whose own inputs need no gradient: peers wait for
         their part of the backward."""

@@ -14,6 +14,7 @@ import checkpoints
 from megamoe import backends
 from megamoe.config import MoEConfig
 from megamoe.context import MoEContext, World
+from megamoe.deferred import DeferredWgrad, WgradMode, check_mode, refuse_managed
 from megamoe.errors import MegaMoEError, MegaMoEValueError, expected
 from megamoe.family_router import FamilyRouter
 from megamoe.functional import mega_moe
@@ -33,6 +34,7 @@ class Experts(nn.Module):
         weights: "bf16" or "fp32": masters that can be trained. "fp8": e4m3 bytes with fp32 scales, frozen.
         context: how they run.
         device: of the parameters.
+        wgrad: when weight gradients are computed.
 
     Attributes:
         w13: [E_l, 2I, H], gate rows first. w2: [E_l, H, I].
@@ -53,6 +55,7 @@ class Experts(nn.Module):
         weights: WeightFormat,
         context: MoEContext,
         device: torch.device | str | None = None,
+        wgrad: WgradMode = "inline",
     ) -> None:
         super().__init__()
         e, h, i = num_experts, hidden_size, intermediate_size
@@ -68,6 +71,8 @@ class Experts(nn.Module):
             self.register_parameter(name, scale)
         self.context = context
         self.copies = context.copies = WeightCopies(self)
+        self.wgrad: WgradMode = wgrad
+        self._defer()
         self.register_load_state_dict_post_hook(_after_load)
 
     def reset_parameters(self, std: float) -> None:
@@ -99,6 +104,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Any, topk_ids: Any, topk_weights: Any, *, is_first_microbatch: bool | None = None) -> Any:
         """`mega_moe` with these weights."""
+        if self.wgrad != "inline" and torch.is_grad_enabled():
+            refuse_managed(self)
         scales = None if self.w13_scale is None or self.w2_scale is None else (self.w13_scale, self.w2_scale)
         return mega_moe(
             x,
@@ -110,6 +117,14 @@ class Experts(nn.Module):
             context=self.context,
             is_first_microbatch=is_first_microbatch,
         )
+
+    def _defer(self) -> None:
+        self.context.deferred = None if self.wgrad == "inline" else DeferredWgrad(self, self.wgrad)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that wait (`wgrad="delayed"`), oldest first, on the current stream."""
+        if self.context.deferred is not None:
+            self.context.deferred.run()
 
     def train(self, mode: bool = True) -> Experts:
         if not mode:
@@ -129,6 +144,7 @@ class Experts(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy or a pickle: copies are made anew
         super().__setstate__(state)
         self.copies = self.context.copies = WeightCopies(self)
+        self._defer()
 
 
 def _after_load(module: nn.Module, incompatible: Any) -> None:
@@ -149,6 +165,10 @@ class MegaMoE(nn.Module):
         recipe: numerics; None: `Recipe(clamp=config.clamp)`.
         weights: "bf16" or "fp32" masters, which can be trained, or "fp8": e4m3 bytes and scales, frozen.
         device: of the parameters.
+        wgrad: "inline": weight gradients are finished when backward returns and go through autograd. "stream": they are
+            computed on a stream of the layer's own beside the rest of the backward, and finished when `backward()`
+            returns. "delayed": they wait for `backward_dw()`. The last two write `.grad` or add to `main_grad`
+            themselves, with the same bits; hooks of the parameters don't see them.
         context: capacity, max_tokens_per_rank, save, debug: as for `MoEContext`.
 
     Attributes:
@@ -157,7 +177,8 @@ class MegaMoE(nn.Module):
         shared: `Experts` with one expert, or None; it runs with the same recipe on every rank's own tokens.
 
     Raises:
-        MegaMoEValueError: E is not a multiple of the ranks; recipe and config have different clamps.
+        MegaMoEValueError: E is not a multiple of the ranks; recipe and config have different clamps. The forward
+            raises MegaMoERuntimeError where "stream" or "delayed" cannot be: under torch.compile, DDP or FSDP.
 
     Over a process group the gradients of router and shared expert are those of this process's tokens; reduce them over
     the ranks like those of any parameter that all ranks hold. Those of the routed experts are complete.
@@ -174,11 +195,13 @@ class MegaMoE(nn.Module):
         recipe: Recipe | None = None,
         weights: WeightFormat = "bf16",
         device: torch.device | str | None = None,
+        wgrad: WgradMode = "inline",
         **context: Any,
     ) -> None:
         super().__init__()
         if weights not in get_args(WeightFormat):
             raise MegaMoEValueError(expected("weights", "'fp8', 'bf16' or 'fp32'", repr(weights)))
+        check_mode(wgrad)
         recipe = Recipe(clamp=config.clamp) if recipe is None else recipe
         if recipe.clamp != config.clamp:
             raise MegaMoEValueError(expected("recipe.clamp", f"config.clamp = {config.clamp}", recipe.clamp))
@@ -189,9 +212,9 @@ class MegaMoE(nn.Module):
         router_dtype = torch.float32 if weights == "fp32" else torch.bfloat16
         self.router = FamilyRouter(config, config.family, device, router_dtype, vocab_size=config.hash_vocab_size)
         size = (config.hidden_size, config.intermediate_size)
-        self.experts = Experts(each * ranks.shapes.num_local, *size, weights, ranks, device)
+        self.experts = Experts(each * ranks.shapes.num_local, *size, weights, ranks, device, wgrad)
         shared_size = (config.hidden_size, config.shared_intermediate_size)
-        self.shared = Experts(1, *shared_size, weights, alone, device) if config.num_shared_experts else None
+        self.shared = Experts(1, *shared_size, weights, alone, device, wgrad) if config.num_shared_experts else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -282,6 +305,15 @@ class MegaMoE(nn.Module):
             shared = self.shared(rounded, first, one, is_first_microbatch=is_first_microbatch)
             outs = [out + part for out, part in zip(outs, shared.split(tokens), strict=True)]
         return outs, [_count(rank_ids, self.config.num_experts) for rank_ids in ids]
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of the backwards since the last call, oldest first, on the current stream.
+
+        With `wgrad="delayed"`; otherwise there are none. Until then the layer keeps their operands.
+        """
+        for experts in (self.shared, self.experts):
+            if experts is not None:
+                experts.backward_dw()
 
     def refresh_weights(self) -> None:
         """Say that weights were written in a way that torch does not see; the next forward copies them anew."""

@@ -144,7 +144,10 @@ def backward_op(
     needs: Sequence[bool],
     epoch: int,
 ) -> list[Tensor]:
-    """dx of each local rank, dp of each, dW13, dW2: those that `needs` asks for, in this order."""
+    """dx of each local rank, dp of each, dW13, dW2: those that `needs` asks for, in this order.
+
+    `needs`: whether x, topk_weights, w13 and w2 need a gradient, and whether dW13 and dW2 are to be computed later.
+    """
     context = context_of(handle)
     backend = context.choose(w13, topk_ids[0].shape[1])
     transport = context.transport(backend)
@@ -157,17 +160,22 @@ def backward_op(
     num_local = len(douts)
     grads_of_weights = [
         torch.empty_like(w, memory_format=torch.contiguous_format) if need else None
-        for w, need in zip((w13, w2), needs[2:], strict=True)
+        for w, need in zip((w13, w2), needs[2:4], strict=True)
     ]
     into = [None if g is None else list(g.chunk(num_local)) for g in grads_of_weights]
+    later, hand_over = None, None
+    if any(needs[4:]) and context.deferred is not None:
+        later, hand_over = context.deferred.later(*needs[4:])
     with _on(w13.device):
         grads = backend.backward(
             transport,
             [dout.to(torch.bfloat16) for dout in douts],
             unpack(saved, list(xs), list(topk_ids), backend, context, save),
             split_experts(experts, num_local),
-            Needs(needs[0], needs[1], *into),
+            Needs(needs[0], needs[1], into[0], into[1], later),
         )
+        if hand_over is not None:
+            hand_over()
     found: list[Tensor] = []
     for need, per_rank in zip(needs, (grads.dx, grads.dp), strict=False):
         found += per_rank if need and per_rank is not None else []
@@ -182,7 +190,7 @@ def _(douts, saved, xs, topk_ids, w13, w2, w13_scale, w2_scale, spec, handle, sa
         found += [dout.new_empty(dout.shape, dtype=torch.bfloat16) for dout in douts]
     if needs[1]:
         found += [dout.new_empty(dout.shape[0], top_k, dtype=torch.float32) for dout in douts]
-    return found + [w.new_empty(w.shape) for w, need in zip((w13, w2), needs[2:], strict=True) if need]
+    return found + [w.new_empty(w.shape) for w, need in zip((w13, w2), needs[2:4], strict=True) if need]
 
 
 # ---------------------------------------------------------------- autograd
@@ -216,7 +224,9 @@ def _backward(ctx: Any, d_outs: list[Tensor | None], d_saved: list[None]) -> tup
         w13.new_zeros(shape, dtype=torch.bfloat16) if dout is None else dout
         for dout, shape in zip(d_outs, ctx.out_shapes, strict=True)
     ]
-    needs = [any(need_x), any(need_p), need_w13, need_w2]
+    is_later = ctx.context is not None and ctx.context.deferred is not None
+    need_w13, need_w2, later = need_w13 and not is_later, need_w2 and not is_later, (need_w13, need_w2)
+    needs = [any(need_x), any(need_p), need_w13, need_w2, *(need and is_later for need in later)]
     found = backward_op(
         douts, saved, xs, topk_ids, w13, w2, w13_scale, w2_scale, ctx.spec, ctx.handle, ctx.save, needs, ctx.epoch
     )

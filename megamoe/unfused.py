@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from megamoe.comm.transport import Transport
+from megamoe.deferred import Later, WeightJob
 from megamoe.quantize import QuantizedRows, QuantizedWeight
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan
@@ -23,9 +24,11 @@ Steps: TypeAlias = Any
 """A module that offers what `megamoe.torch_steps` lists in `__all__`."""
 
 WeightGrads: TypeAlias = Callable[
-    [RankPlan, SwigluGrads, "QuantizedRows | None", QuantizedRows, "torch.Tensor | None", "torch.Tensor | None"], None
+    [RankPlan, SwigluGrads, "QuantizedRows | None", QuantizedRows, "torch.Tensor | None", "torch.Tensor | None", bool],
+    None,
 ]
-"""(segments, gradients of SwiGLU, rows of x, rows of dout, where dW13 goes, where dW2 goes), of one rank."""
+"""(segments, gradients of SwiGLU, rows of x, rows of dout, where dW13 goes, where dW2 goes, whether it adds to what is
+there), of one rank."""
 
 SaveMode = Literal["none", "pool", "repull", "recompute"]
 """What the forward keeps for the backward.
@@ -120,12 +123,26 @@ class Needs:
         x, topk_weights: whether the gradient is wanted on this process.
         w13, w2: where each local rank's weight gradient goes ([E_l, 2I, H], [E_l, H, I]; fp32 or bf16), or None. They
             are overwritten, with zeros for experts without rows.
+        later: who takes weight gradients instead, to compute them later; w13 and w2 are None then.
     """
 
     x: bool = True
     topk_weights: bool = True
     w13: list[torch.Tensor] | None = None
     w2: list[torch.Tensor] | None = None
+    later: Later | None = None
+
+    @property
+    def wants_w13(self) -> bool:
+        """Whether dW13 is wanted, now or later: it needs the rows of x."""
+        return self.w13 is not None or (self.later is not None and self.later.w13)
+
+    def hand(self, rank: int, job: WeightJob) -> None:
+        """Give local rank `rank`'s job to who takes it later, or run it."""
+        if self.later is not None:
+            self.later.take(job)
+        else:
+            job(None if self.w13 is None else self.w13[rank], None if self.w2 is None else self.w2[rank], False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +237,7 @@ def backward(
     assert isinstance(plan, RoutingPlan)
     d_pools = _dispatch_rows(steps, transport, douts, plan, recipe)
     pools = saved.pools
-    if pools is None and (needs.w13 is not None or saved.gate_ups is None or transport.num_sources > 1):
+    if pools is None and (needs.wants_w13 or saved.gate_ups is None or transport.num_sources > 1):
         assert saved.xs is not None
         pools = _dispatch_rows(steps, transport, saved.xs, plan, recipe)
     gate_ups = saved.gate_ups
@@ -242,8 +259,8 @@ def backward(
     del d_rows
     compute = weight_grads or functools.partial(compute_weight_grads, steps)
     for i, rank in enumerate(transport.local_ranks):  # while rows of dX are on their way home
-        into = [None if out is None else out[i] for out in (needs.w13, needs.w2)]
-        compute(plan.ranks[rank], grads[i], None if pools is None else pools[i], d_pools[i], *into)
+        x_pool = None if pools is None else pools[i]
+        needs.hand(i, functools.partial(compute, plan.ranks[rank], grads[i], x_pool, d_pools[i]))
     dx = _own(finish(), douts) if finish is not None else None
     d_weights = [g.d_weight for g in grads]
     dp = _own(transport.combine_weight_grads(d_weights, plan), douts) if needs.topk_weights or travels else None
@@ -264,13 +281,14 @@ def compute_weight_grads(
     d_pool: QuantizedRows,
     dw13: torch.Tensor | None,
     dw2: torch.Tensor | None,
+    accumulate: bool = False,
 ) -> None:
-    """Write the weight gradients of one rank, from what travelled."""
+    """Write the weight gradients of one rank, from what travelled, or add them to what is there."""
     if dw13 is not None:
         assert pool is not None
-        steps.wgrad(grads.d_gate_up_bf16, steps.dequantize(pool), segment, out=dw13)
+        steps.wgrad(grads.d_gate_up_bf16, steps.dequantize(pool), segment, out=dw13, accumulate=accumulate)
     if dw2 is not None:
-        steps.wgrad(steps.dequantize(d_pool), grads.weighted_act, segment, out=dw2)
+        steps.wgrad(steps.dequantize(d_pool), grads.weighted_act, segment, out=dw2, accumulate=accumulate)
 
 
 def _own(values: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:

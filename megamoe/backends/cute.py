@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import threading
 from collections.abc import Iterator, Sequence
@@ -148,7 +149,7 @@ class CuteBackend(StepwiseBackend):
         rounding: dict[str, Any] = {"clamp": recipe.clamp, "pow2_scales": recipe.scale_format == "pow2"}
         pools, gate_ups = saved.pools, saved.gate_ups
         with shared.call():
-            if gate_ups is None or (pools is None and needs.w13 is not None):
+            if gate_ups is None or (pools is None and needs.wants_w13):
                 pools, gate_ups = self._recompute(shared, saved, experts, rounding)
             rows = [
                 _Rows(order.codes, p, order.offs, order.counts, gate_up)
@@ -164,8 +165,8 @@ class CuteBackend(StepwiseBackend):
                 **rounding,
             )
             for i, (order, result) in enumerate(zip(orders, results, strict=True)):
-                into = [None if out is None else out[i] for out in (needs.w13, needs.w2)]
-                self._weight_grads(recipe, order, result, None if pools is None else pools[i], into)
+                x_pool = None if pools is None else pools[i]
+                needs.hand(i, functools.partial(self._weight_grads, recipe, order, result, x_pool))
         return Grads([r.dx for r in results], [r.dp for r in results], needs.w13, needs.w2)
 
     def _recompute(
@@ -199,29 +200,32 @@ class CuteBackend(StepwiseBackend):
         order: RowOrder,
         result: Any,
         x_pool: QuantizedRows | None,
-        into: Sequence[torch.Tensor | None],
+        dw13: torch.Tensor | None,
+        dw2: torch.Tensor | None,
+        accumulate: bool,
     ) -> None:
         """The weight gradients of one rank by the k-grouped CuTe-DSL GEMMs, from what forward and dgrad left."""
         from cute_kernels.wgrad_launch import weight_gradients
 
-        if all(out is None for out in into):
+        if dw13 is None and dw2 is None:
             return
         d_pool = QuantizedRows(result.pool, result.pool_s, k_major=True)
         x_pool = d_pool if x_pool is None else x_pool  # not read: dW13 is not wanted
         operands = result.operands(x_pool.data, x_pool.scale)
         precision = getattr(recipe, "wgrad_operands", "bf16")
+        compute = functools.partial(weight_gradients, precision=precision, accumulate=accumulate)
         segments = (order.offs, order.counts)
         if precision != "bf16":
-            weight_gradients(operands, *segments, *into, precision=precision)
+            compute(operands, *segments, dw13, dw2)
             return
-        dw13, dw2 = into  # one after the other: a dequantised operand is the largest tensor of a backward
+        # one after the other: a dequantised operand is the largest tensor of a backward
         if dw2 is not None:
             given = dataclasses.replace(operands, d=self.steps.dequantize(d_pool), d_scale=None)
-            weight_gradients(given, *segments, None, dw2, precision=precision)
+            compute(given, *segments, None, dw2)
             del given
         if dw13 is not None:
             given = dataclasses.replace(operands, x=self.steps.dequantize(x_pool), x_scale=None)
-            weight_gradients(given, *segments, dw13, None, precision=precision)
+            compute(given, *segments, dw13, None)
 
     def _workspace(
         self, tensors: Sequence[torch.Tensor], num_local: int, top_k: int, max_tokens: int, rows: int
@@ -379,10 +383,17 @@ def _nothing(
 
 def _no_gradients(douts: Sequence[torch.Tensor], top_k: int, needs: Needs) -> Grads:
     """The backward of a call without tokens."""
-    for out in [*(needs.w13 or ()), *(needs.w2 or ())]:
-        out.zero_()
+    for i in range(len(douts)):
+        needs.hand(i, _zero)
     dp = [dout.new_empty(0, top_k, dtype=torch.float32) for dout in douts]
     return Grads([torch.empty_like(dout) for dout in douts], dp, needs.w13, needs.w2)
+
+
+def _zero(dw13: torch.Tensor | None, dw2: torch.Tensor | None, accumulate: bool) -> None:
+    """The weight gradients of a rank without rows."""
+    for out in (dw13, dw2):
+        if out is not None and not accumulate:
+            out.zero_()
 
 
 def plan_of(orders: Sequence[RowOrder], tokens: Sequence[int]) -> RoutingPlan:

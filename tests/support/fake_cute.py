@@ -163,6 +163,7 @@ def weight_gradients(
     dw2: torch.Tensor | None,
     *,
     precision: str,
+    accumulate: bool = False,
 ) -> None:
     wanted = ((dw13, operands.x, operands.x_scale), (dw2, operands.d, operands.d_scale))
     assert all((precision == "fp8") == (scale is not None) for out, _, scale in wanted if out is not None)
@@ -171,7 +172,7 @@ def weight_gradients(
     segment = RankPlan(counts, offs, no_rows, no_rows, no_rows)
     for out, a, b in ((dw2, d, operands.weighted_act), (dw13, operands.d_gate_up, x)):
         if out is not None:
-            steps.wgrad(a, b, segment, out=out.fill_(float("nan")))
+            steps.wgrad(a, b, segment, out=out if accumulate else out.fill_(float("nan")), accumulate=accumulate)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> cute.CuteBackend:

@@ -1,0 +1,171 @@
+"""Weight gradients that are not finished when a backward returns: on another stream, or when the caller says so."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, Protocol, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from megamoe.errors import MegaMoERuntimeError, MegaMoEValueError, expected
+
+WgradMode = Literal["inline", "stream", "delayed"]
+"""When weight gradients are computed.
+
+"inline": on the caller's stream; they are finished when backward returns and go through autograd. "stream": on a stream
+of the layer's own, beside what the backward does next; finished when `backward()` returns. "delayed": when
+`backward_dw()` is called. The last two write `.grad` themselves, or add to `main_grad` where the parameter has one.
+"""
+
+WeightJob: TypeAlias = Callable[["torch.Tensor | None", "torch.Tensor | None", bool], None]
+"""Computes one rank's dW13 and dW2 into the two tensors (None: not wanted); True: adds to what is there."""
+
+
+class HasWeights(Protocol):
+    """A module with the experts' weights."""
+
+    w13: nn.Parameter
+    w2: nn.Parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """Who takes the weight gradients of a backward to compute them later.
+
+    Attributes:
+        w13, w2: which ones are wanted.
+        take: is given each local rank's job, in the order of ranks.
+    """
+
+    w13: bool
+    w2: bool
+    take: Callable[[WeightJob], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A backward's weight gradients: wanted ones, and each local rank's job."""
+
+    wants: tuple[bool, bool]
+    jobs: list[WeightJob]
+
+
+def check_mode(mode: str) -> None:
+    """Refuse what is no mode."""
+    if mode not in get_args(WgradMode):
+        raise MegaMoEValueError(expected("wgrad", "'inline', 'stream' or 'delayed'", repr(mode)))
+
+
+class DeferredWgrad:
+    """The weight gradients that a module's backwards leave, in their order.
+
+    Args:
+        experts: has the parameters `w13` and `w2`.
+        mode: "stream" or "delayed".
+
+    The bits are those of "inline": a gradient is computed in the parameter's dtype and then added to `.grad`, as
+    autograd does it. Into an fp32 or bf16 `main_grad` the kernels add themselves. Hooks on the parameters don't run.
+    """
+
+    def __init__(self, experts: HasWeights, mode: WgradMode) -> None:
+        self._experts, self.mode = experts, mode
+        self._waiting: collections.deque[_Call] = collections.deque()
+        self._running: list[_Call] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def __len__(self) -> int:
+        """Backwards whose weight gradients are still to be computed."""
+        return len(self._waiting)
+
+    def later(self, w13: bool, w2: bool) -> tuple[Later, Callable[[], None]]:
+        """What one backward hands its jobs to, and what it calls when it has handed over all of them."""
+        call = _Call((w13, w2), [])
+        return Later(w13, w2, call.jobs.append), lambda: self._add(call)
+
+    def _add(self, call: _Call) -> None:
+        self._waiting.append(call)
+        if self.mode != "stream":
+            return
+        if not self._experts.w13.is_cuda:
+            self.run()
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._experts.w13.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._experts.w13.device))
+        with torch.cuda.stream(self._stream):
+            self.run()
+        self._running.append(call)  # the operands belong to the stream until it has been joined
+        torch.autograd.Variable._execution_engine.queue_callback(self._join)
+
+    def _join(self) -> None:
+        """The end of a backward: the caller's stream waits for the gradients."""
+        assert self._stream is not None
+        torch.cuda.current_stream(self._experts.w13.device).wait_stream(self._stream)
+        self._running.clear()
+
+    def run(self) -> None:
+        """Compute what waits, oldest first, on the current stream."""
+        while self._waiting:
+            call = self._waiting.popleft()
+            self._compute(call)
+
+    def _compute(self, call: _Call) -> None:
+        parameters = (self._experts.w13, self._experts.w2)
+        targets = [_Target(p) if want else None for p, want in zip(parameters, call.wants, strict=True)]
+        num_ranks = len(call.jobs)
+        for accumulate in (False, True):  # a job adds to both or to neither
+            into = [t.into if t is not None and t.adds == accumulate else None for t in targets]
+            if all(t is None for t in into):
+                continue
+            parts = [[None] * num_ranks if t is None else list(t.chunk(num_ranks)) for t in into]
+            for i, job in enumerate(call.jobs):
+                job(parts[0][i], parts[1][i], accumulate)
+        for target in targets:
+            if target is not None:
+                target.finish()
+
+
+class _Target:
+    """Where a parameter's gradient goes: straight into main_grad or a new .grad, or through a tensor beside .grad."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        main = getattr(parameter, "main_grad", None)
+        direct = (torch.float32, torch.bfloat16)
+        if isinstance(main, torch.Tensor) and main.dtype in direct and main.is_contiguous():
+            self.into, self.adds, self.total = main, True, None
+            return
+        self.total = main if isinstance(main, torch.Tensor) else parameter.grad
+        self.adds = False
+        dtype = parameter.dtype if parameter.dtype in direct else torch.float32
+        self.into = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+
+    def finish(self) -> None:
+        if self.adds:
+            return
+        if self.total is None:
+            self.parameter.grad = self.into.to(self.parameter.dtype)
+        else:
+            self.total.add_(self.into.to(self.total.dtype))
+
+
+def refuse_managed(experts: HasWeights) -> None:
+    """Refuse deferred weight gradients where they would never reach who manages the parameters.
+
+    Raises:
+        MegaMoERuntimeError: under torch.compile; inside DistributedDataParallel; FSDP's sharded parameters.
+    """
+    reason = None
+    if torch.compiler.is_compiling():
+        reason = "a call that is compiled"
+    elif getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
+        reason = "parameters of DistributedDataParallel"
+    elif any(type(p).__name__ in ("DTensor", "FlatParameter") for p in (experts.w13, experts.w2)):
+        reason = "parameters that FSDP shards"
+    if reason is not None:
+        raise MegaMoERuntimeError(
+            expected("wgrad", "'inline' here", f"'stream' or 'delayed' with {reason}", "Make the layer with 'inline'.")
+        )
