@@ -5,7 +5,6 @@ E experts, D the model's and F the experts' width, R rows. The token dispatcher 
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from megamoe import backends
 from megamoe.context import MoEContext
 from megamoe.errors import MegaMoETypeError, expected
-from megamoe.functional import mega_moe
+from megamoe.integrations.built_weights import mega_moe_built
 from megamoe.integrations.grouped import as_counts, expert_of_rows
 from megamoe.recipe import Recipe
 from megamoe.unfused import SaveMode
@@ -79,28 +78,11 @@ class GroupedExperts(nn.Module):
         counts = as_counts("num_tokens_per_expert_E", num_tokens_per_expert_E, w1.shape[0], x_RD.device)
         ids = expert_of_rows(counts, x_RD.shape[0])
         ones = torch.ones_like(ids, dtype=torch.float32)
-        w13 = torch.cat([w1, w3], dim=1)
-        with _without_saving(w13, w1, w3):
-            return mega_moe(x_RD, ids, ones, w13, w2, context=self.context)
+        return mega_moe_built([x_RD], [ids], [ones], _stack, [w1, w2, w3], self.context)[0]
 
 
-def _without_saving(w13: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Within it autograd saves w1 and w3 in place of w13, which the backward builds again.
-
-    They are parameters: nothing more is held, and under FSDP2 they are what is gathered again for the backward.
-    """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # a compiler decides by itself what it saves
-        return contextlib.nullcontext()
-    address, shape = w13.data_ptr(), w13.shape
-
-    def pack(tensor: torch.Tensor) -> Any:
-        is_w13 = tensor.data_ptr() == address and tensor.shape == shape and address != 0
-        return None if is_w13 else tensor
-
-    def unpack(packed: Any) -> torch.Tensor:
-        return torch.cat([w1.detach(), w3.detach()], dim=1) if packed is None else packed
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+def _stack(w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([w1, w3], dim=1), w2
 
 
 def _local(name: str, weight: Any) -> torch.Tensor:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megamoe import mega_moe
 from megamoe.context import MoEContext
 from megamoe.errors import MegaMoETypeError, MegaMoEValueError
+from megamoe.integrations import torchtitan
 from megamoe.integrations.torchtitan import GroupedExperts
 from megamoe.recipe import Recipe
 from tests.support.compare import assert_bitwise
@@ -69,22 +73,36 @@ def test_rows_behind_the_last_experts_give_zeros() -> None:
     assert not out[sum(COUNTS) :].any() and out.shape == x.shape
 
 
-def test_nothing_that_is_built_is_saved() -> None:
-    """Between forward and backward autograd holds no tensor of the size of w13 but parameters."""
-    experts = make()
-    seen: list[tuple[torch.Size, int]] = []
+def test_what_is_built_is_not_held_between_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, built, stack = make(), [], torchtitan._stack
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append((tensor.shape, tensor.data_ptr()))
-        return tensor
+    def watched(*weights: torch.Tensor) -> Any:
+        made = stack(*weights)
+        built.append(weakref.ref(made[0]))
+        return made
 
-    x = rows().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = experts(x, torch.tensor(COUNTS))
-    own = {getattr(experts, name).data_ptr() for name in NAMES}
-    assert not [shape for shape, address in seen if shape.numel() >= E * F * D and address not in own]
+    monkeypatch.setattr(torchtitan, "_stack", watched)
+    out = experts(rows().requires_grad_(), torch.tensor(COUNTS))
+    assert len(built) == 1 and built[0]() is None
     out.sum().backward()
-    assert experts.w1_EFD.grad is not None
+    assert len(built) == 2 and experts.w1_EFD.grad is not None
+
+
+def test_activation_checkpointing_changes_no_bit_and_frees_what_was_saved() -> None:
+    plain, checkpointed = make(), make()
+    saved: list[list[int]] = [[], []]
+    for i, call in enumerate((plain, functools.partial(checkpoint, checkpointed, use_reentrant=False))):
+
+        def pack(tensor: torch.Tensor, sizes: list[int] = saved[i]) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = call(rows().requires_grad_(), torch.tensor(COUNTS))
+        out.sum().backward()
+    assert sum(saved[1]) < sum(saved[0]) / 10
+    for name, grad in gradients(plain).items():
+        assert_bitwise(getattr(checkpointed, name).grad, grad, name)
 
 
 def test_frozen_weights_get_no_gradient_and_copies_are_their_own() -> None:
