@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,10 @@ from torch import nn
 
 from megamoe import backends
 from megamoe.context import MoEContext
+from megamoe.deferred import DeferredWgrad
 from megamoe.errors import MegaMoERuntimeError, MegaMoEValueError, expected
 from megamoe.functional import mega_moe
-from megamoe.integrations.grouped import DelayedCall, WeightGrads, apply_delayed, as_counts, expert_of_rows
+from megamoe.integrations.grouped import as_counts, expert_of_rows
 from megamoe.recipe import Recipe
 from megamoe.unfused import SaveMode
 from megamoe.weights import WeightCopies
@@ -52,7 +52,7 @@ class GroupedExperts(nn.Module):
 
     Gradients. A weight that has a `main_grad` gets it added there by this module, in its dtype, and says so by
     `grad_added_to_main_grad`; what autograd sees then is zeros of no size in memory. With `delay_wgrad_compute` the
-    backward computes dx and dp only, and each `backward_dw()` the weight gradients of the oldest backward that is left.
+    backward computes dx and dp only, and `backward_dw()` the weight gradients of all backwards that are left.
 
     Raises:
         MegaMoEValueError: the config asks for something that is not computed here, naming all of it.
@@ -92,7 +92,7 @@ class GroupedExperts(nn.Module):
             if self.delays:
                 weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
         self.context = MoEContext(recipe, backend=backend, save=save, copies=WeightCopies(self))
-        self._left: deque[Callable[[], WeightGrads]] = deque()
+        self._deferred = DeferredWgrad(self, "delayed")
         self._hooks: list[Callable[..., None]] = []
         if getattr(config, "perform_initialization", True):
             self.reset_parameters()
@@ -124,36 +124,39 @@ class GroupedExperts(nn.Module):
             got = f"shape {tuple(permuted_probs.shape)}"
             raise MegaMoEValueError(expected("permuted_probs", f"[{x.shape[0]}], one for each row", got))
         ids, probs = expert_of_rows(counts, x.shape[0]), permuted_probs.reshape(-1, 1)
-        trains = self.w13.requires_grad and self.w2.requires_grad and torch.is_grad_enabled()
-        has_main_grad = getattr(self.w13, "main_grad", None) is not None
-        if not trains or not (self.delays or has_main_grad):
-            if self.delays and torch.is_grad_enabled() and (self.w13.requires_grad or self.w2.requires_grad):
-                contract = "both or none to require grad, with delay_wgrad_compute"
-                raise MegaMoEValueError(expected("w13, w2", contract, "one of them"))
-            return mega_moe(x, ids, probs, self.w13, self.w2, context=self.context), None
-        dtype = self.w13.main_grad.dtype if has_main_grad else self.w13.dtype  # type: ignore[attr-defined]
-        call = DelayedCall(self.context, dtype, self._deliver)
-        return apply_delayed(x, ids, probs, self.w13, self.w2, call), None
+        has_main_grad = any(getattr(w, "main_grad", None) is not None for w in (self.w13, self.w2))
+        self.context.deferred = self._deferred if self.delays or has_main_grad else None
+        weights: Any = (self.w13, self.w2)
+        if has_main_grad and not self.delays and torch.is_grad_enabled():
+            weights = _FinishInBackward.apply(*weights, self)
+        return mega_moe(x, ids, probs, *weights, context=self.context), None
 
     def backward_dw(self) -> None:
-        """The weight gradients of the oldest backward that is left, added to `main_grad` or `grad`; then the hooks.
+        """The weight gradients of the backwards that are left, added to `main_grad` or `grad`; then the hooks.
 
         Raises:
             MegaMoERuntimeError: none is left.
         """
         if not self.delays:
             return
-        if not self._left:
+        if not len(self._deferred):
             raise MegaMoERuntimeError(expected("backward_dw", "a backward before each call", "none that is left"))
-        grads = self._left.popleft()()
-        for weight, grad in zip((self.w13, self.w2), grads, strict=True):
-            grad_of_autograd = self._take(weight, grad)
-            if grad_of_autograd is grad:
-                weight.grad = grad if weight.grad is None else weight.grad + grad
-            elif self._hooks:
-                weight.grad = grad_of_autograd
+        for weight, left_for_autograd in zip((self.w13, self.w2), self._finish(), strict=True):
+            if self._hooks and left_for_autograd is not None:
+                weight.grad = left_for_autograd  # a hook wants to see one
         for hook in self._hooks:
             hook()
+
+    def _finish(self) -> list[torch.Tensor | None]:
+        """Compute what is left; zeros of no size in memory for the weights whose `main_grad` got it."""
+        self._deferred.run()
+        left: list[torch.Tensor | None] = []
+        for weight in (self.w13, self.w2):
+            is_in_main_grad = weight.requires_grad and getattr(weight, "main_grad", None) is not None
+            if is_in_main_grad:
+                weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            left.append(weight.detach().new_zeros(1).expand(weight.shape) if is_in_main_grad else None)
+        return left
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[..., None]) -> None:
         """Have `hook` called at the end of every `backward_dw`, as Megatron's DDP asks for."""
@@ -188,27 +191,25 @@ class GroupedExperts(nn.Module):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy or a pickle: neither weights' copies nor backwards that are left are its own."""
+        """Of a copy or a pickle: neither copies of the weights nor backwards that are left are its own."""
         super().__setstate__(state)
         self.context.copies = WeightCopies(self)
-        self._left, self._hooks = deque(), []
+        self._deferred, self._hooks = DeferredWgrad(self, "delayed"), []
 
-    def _deliver(self, weight_grads: Callable[[], WeightGrads]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Called by the backward: now or later."""
-        if self.delays:
-            self._left.append(weight_grads)
-            return None, None
-        dw13, dw2 = weight_grads()
-        return self._take(self.w13, dw13), self._take(self.w2, dw2)
 
-    def _take(self, weight: Any, grad: torch.Tensor) -> torch.Tensor:
-        """Add to `main_grad` if there is one; what is left for autograd."""
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None:
-            return grad
-        main_grad.add_(grad.to(main_grad.dtype).view(main_grad.shape))
-        weight.grad_added_to_main_grad = True
-        return weight.detach().new_zeros(1).expand(weight.shape)
+class _FinishInBackward(torch.autograd.Function):
+    """Weights on their way to the experts, whose backward leaves their gradients to the module: computed here."""
+
+    @staticmethod
+    def forward(ctx: Any, w13: torch.Tensor, w2: torch.Tensor, experts: GroupedExperts) -> Any:
+        ctx.experts = experts
+        ctx.set_materialize_grads(False)
+        return w13.view_as(w13), w2.view_as(w2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        is_compiled = any(grad is not None for grad in grads)  # then they come through autograd
+        return *(grads if is_compiled else ctx.experts._finish()), None
 
 
 def _check(config: Any, recipe: Recipe, num_ranks: int, groups: Any) -> None:
