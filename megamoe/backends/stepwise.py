@@ -44,9 +44,9 @@ class StepwiseBackend:
     ) -> tuple[QuantizedWeight, QuantizedWeight | None]:
         if isinstance(weight, QuantizedWeight):
             return weight, weight.transposed() if transposed else None
-        quantized = self.steps.quantize_weight(weight, recipe, row_groups)
-        # the one-kernel form, quantize_weight_with_transpose, wrote wrong bytes on an H200 under Triton 3.6
-        return quantized, quantized.transposed() if transposed else None
+        if transposed:
+            return self.steps.quantize_weight_with_transpose(weight, recipe, row_groups)
+        return self.steps.quantize_weight(weight, recipe, row_groups), None
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         return weights
