@@ -257,7 +257,7 @@ def backward(
             d_rows.append(steps.grouped_gemm(grads[i].d_gate_up, mine.w13_t, segment))
     finish = transport.start_combine_rows(d_rows, plan) if needs.x or travels else None
     del d_rows
-    compute = weight_grads or functools.partial(compute_weight_grads, steps)
+    compute = weight_grads or functools.partial(compute_weight_grads, steps, recipe=recipe)
     for i, rank in enumerate(transport.local_ranks):  # while rows of dX are on their way home
         x_pool = None if pools is None else pools[i]
         needs.hand(i, functools.partial(compute, plan.ranks[rank], grads[i], x_pool, d_pools[i]))
@@ -282,13 +282,18 @@ def compute_weight_grads(
     dw13: torch.Tensor | None,
     dw2: torch.Tensor | None,
     accumulate: bool = False,
+    recipe: Recipe | None = None,
 ) -> None:
-    """Write the weight gradients of one rank, from what travelled, or add them to what is there."""
+    """Write the weight gradients of one rank, from what travelled, or add them to what is there.
+
+    With the recipe's `wgrad_operands`; without a recipe they are bf16.
+    """
+    operands = functools.partial(steps.wgrad_operands, plan=segment, recipe=Recipe() if recipe is None else recipe)
     if dw13 is not None:
         assert pool is not None
-        steps.wgrad(grads.d_gate_up_bf16, steps.dequantize(pool), segment, out=dw13, accumulate=accumulate)
+        steps.wgrad(*operands(grads.d_gate_up_bf16, pool), segment, out=dw13, accumulate=accumulate)
     if dw2 is not None:
-        steps.wgrad(steps.dequantize(d_pool), grads.weighted_act, segment, out=dw2, accumulate=accumulate)
+        steps.wgrad(*operands(d_pool, grads.weighted_act), segment, out=dw2, accumulate=accumulate)
 
 
 def _own(values: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:

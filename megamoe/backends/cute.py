@@ -212,7 +212,7 @@ class CuteBackend(StepwiseBackend):
         d_pool = QuantizedRows(result.pool, result.pool_s, k_major=True)
         x_pool = d_pool if x_pool is None else x_pool  # not read: dW13 is not wanted
         operands = result.operands(x_pool.data, x_pool.scale)
-        precision = getattr(recipe, "wgrad_operands", "bf16")
+        precision = recipe.wgrad_operands
         compute = functools.partial(weight_gradients, precision=precision, accumulate=accumulate)
         segments = (order.offs, order.counts)
         if precision != "bf16":

@@ -8,9 +8,10 @@ import itertools
 import pytest
 import torch
 
-from megamoe import LocalWorld, MegaMoE, MoEConfig
+from megamoe import LocalWorld, MegaMoE, MoEConfig, Recipe
 from megamoe.deferred import DeferredWgrad
 from megamoe.errors import MegaMoERuntimeError, MegaMoEValueError
+from megamoe.gates import sqnr_db
 from tests.support.compare import assert_bitwise
 
 CONFIG = MoEConfig(
@@ -178,3 +179,17 @@ def test_refused_where_fsdp_shards(monkeypatch):
 def test_inline_has_no_queue():
     assert layer_of("inline").experts.context.deferred is None
     assert isinstance(layer_of("stream").experts.context.deferred, DeferredWgrad)
+
+
+@pytest.mark.parametrize("mode", ["inline", *MODES])
+def test_fp8_operands_of_wgrad(mode):
+    """The recipe's operands reach weight gradients in every mode; nothing else changes."""
+    recipe = Recipe(wgrad_operands="fp8")
+    got, want, other = (
+        run(layer_of(m, recipe=r), (1,)) for m, r in ((mode, recipe), ("inline", recipe), ("inline", None))
+    )
+    assert_same(got, want)
+    names = [name for name in got if name.split(".")[-1] in ("w13", "w2")]
+    assert len(names) == 4 and not any(torch.equal(got[name], other[name]) for name in names)
+    assert all(sqnr_db(got[name], other[name]) > 20 for name in names)
+    assert_bitwise(got["router.weight"], other["router.weight"], "router")
