@@ -14,7 +14,7 @@ from megamoe.triton_kernels.launch import pool_table
 from megamoe.triton_kernels.numerics import to_bf16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_ranks", "tokens"])
 def _combine_kernel(
     pool, table, out, owner, row, rows, num_ranks, tokens, width, TOP_K: tl.constexpr, IS_TABLE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -71,7 +71,7 @@ def combine(pools: Sequence[torch.Tensor], plan: RoutingPlan, rank: int) -> torc
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_ranks", "slots"])
 def _combine_weight_grads_kernel(
     pool, table, out, owner, row, rows, num_ranks, slots, IS_TABLE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip

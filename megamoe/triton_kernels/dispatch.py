@@ -29,7 +29,7 @@ def _gather(x, table, source, t, width, c, IS_TABLE: tl.constexpr):
     return tl.load(rows + c[None, :], mask=real, other=0, eviction_policy="evict_last")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "num_ranks"])
 def _dispatch_kernel(
     data, scale, table, pool, pool_scale, source_rank, token, rows, width, blocks, num_ranks,
     IS_TABLE: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -84,7 +84,7 @@ def dispatch(sources: Sequence[QuantizedRows], plan: RankPlan) -> QuantizedRows:
     return QuantizedRows(pool, None if first.scale is None else pool_scale, k_major=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top_k"])
 def _dispatch_weights_kernel(
     weights, table, out, source_rank, token, slot, rows, top_k, IS_TABLE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip

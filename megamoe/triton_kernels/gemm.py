@@ -81,7 +81,7 @@ def _store(out, acc, m0, n0, end, rows, n, ROWS: tl.constexpr, COLS: tl.constexp
         tl.store(to, acc, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts", "each_n", "k_blocks"], do_not_specialize_on_alignment=["offs", "counts"])
 def _scaled_gemm_kernel(
     a, a_scale, b, b_scale, out, offs, counts, rows, n, k, experts, each_k, each_n, k_blocks, WHOLE: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr,
@@ -132,7 +132,7 @@ def _scaled_gemm_kernel(
         _store(out, acc1, m0, n1, end, rows, n, ROWS, COLS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"], do_not_specialize_on_alignment=["offs", "counts"])
 def _plain_gemm_kernel(
     a, b, out, offs, counts, rows, n, k, experts, TMA: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,

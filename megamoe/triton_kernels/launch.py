@@ -1,4 +1,8 @@
-"""What launches share: byte views, tables of base pointers, and what a device can run."""
+"""What launches share: byte views, tables of base pointers, and what a device can run.
+
+The kernels are not specialised (`do_not_specialize`) on numbers that neither vectorise an access nor bound a loop: one
+compilation then serves any T, E, K and R.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ CHUNK = 128
 SCAN_CHUNKS, SCAN_EXPERTS = 512, 16
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_chunk", "num_ids", "num_experts"], do_not_specialize_on_alignment=["counts", "bad"]
+)
 def _count_kernel(
     ids, chunk_counts, counts, bad, first_chunk, num_ids, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
@@ -42,7 +44,10 @@ def _count_kernel(
     tl.atomic_add(bad, num_bad, mask=num_bad > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_chunks", "num_experts", "per_rank", "alignment"],
+    do_not_specialize_on_alignment=["counts", "summary"],
+)
 def _scan_kernel(
     chunk_counts, counts, offs, summary, num_chunks, num_experts, per_rank, alignment, ALL: tl.constexpr,
     EXPERTS: tl.constexpr, CHUNKS: tl.constexpr,
@@ -72,7 +77,9 @@ def _scan_kernel(
         row += tl.sum(here, axis=0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["source", "first_chunk", "num_ids", "num_experts", "per_rank", "top_k", "num_rows", "num_ranks"]
+)
 def _place_kernel(
     ids, chunk_rows, owner, row, rows_of, source, first_chunk, num_ids, num_experts, per_rank, top_k, num_rows,
     num_ranks, CHUNK: tl.constexpr,

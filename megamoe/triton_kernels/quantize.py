@@ -15,7 +15,7 @@ from megamoe.triton_kernels.numerics import as_int64, from_e4m3, inverse, magnit
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def _quantize_rows_kernel(
     x, data, scale, rows, channels, stride_row, stride_channel, blocks, POW2: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -58,7 +58,7 @@ def quantize_rows(x: torch.Tensor, recipe: Recipe) -> QuantizedRows:
     return QuantizedRows(data, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each", "n", "row_blocks", "n_blocks", "k_blocks"])
 def _quantize_weight_kernel(
     w, data, scale, each, n, k, stride_e, stride_n, stride_k, row_blocks, n_blocks, k_blocks, POW2: tl.constexpr
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def _quantize_weight_kernel(
     tl.store(scale + (e * n_blocks + nb) * k_blocks + kb, s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_blocks", "k_blocks"])
 def _transpose_words_kernel(x, out, n, k, n_blocks, k_blocks):
     """128 x 128 bytes of x [E, N, K / 4] to out [E, K, N / 4], both as 32-bit words of four bytes.
 
@@ -165,7 +165,7 @@ def quantize_weight_with_transpose(
     return weight, QuantizedWeight(transpose_bytes(weight.data), scale, 1, row_groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _dequantize_kernel(
     data, scale, out, rows, channels, each, stride_scale_row, stride_scale_block, ROWS: tl.constexpr
 ):  # fmt: skip

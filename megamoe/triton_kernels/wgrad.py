@@ -24,7 +24,7 @@ def _load_rows(x, row, end, col, width, DEPTH: tl.constexpr, COLS: tl.constexpr)
     return tl.load(x + at, mask=(r < end)[:, None] & (c < width)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["offs", "counts"])
 def _wgrad_kernel(
     a, a_tiles, b, b_tiles, out, offs, counts, rows, m, n, ACCUMULATE: tl.constexpr, OUT_BF16: tl.constexpr,
     TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
