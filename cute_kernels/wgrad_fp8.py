@@ -10,8 +10,9 @@ from .wgrad import WAVE_N, WgradGemm
 from .wgrad_config import RING, STAGES, TILE_M, TILE_N
 
 BLOCK_K = 128
-# Rows of a k-block that are multiplied or left out together. 128: all. 64 or 32 would spare the zeros of an expert's last
-# block, at a branch for each slice of every wave; they compile without serialising, which one is faster is not measured.
+# Rows of a k-block that are multiplied or left out together. 128: all are multiplied. 64 or 32 would spare the zeros of
+# an expert's last block, at a branch for each slice of every wave; they compile without serialising, which one is
+# faster is not measured.
 SLICE = 128
 
 
