@@ -15,7 +15,7 @@ from tests.support.compare import assert_backward_passes, assert_bitwise, assert
 from tests.support.moe_calls import context_for, run
 
 ROUTINGS = ["uniform", "zipf", "one_expert", "masked", "duplicates"]
-RECIPES = [Recipe(), Recipe("bf16"), Recipe(scale_format="pow2")]
+RECIPES = [Recipe(), Recipe("bf16"), Recipe(scale_format="pow2"), Recipe(wgrad_operands="fp8")]
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def problem():
     return make_problem(ProblemSpec(num_tokens=(33,), hidden=192, intermediate=160, num_experts=6, top_k=3))
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.precision}-{r.scale_format}")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.precision}-{r.scale_format}-{r.wgrad_operands}")
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_passes_the_gates_and_equals_the_emulation(recipe, routing):
     problem = make_problem(ProblemSpec((45,), 256, 192, 8, 3, routing))

@@ -348,6 +348,21 @@ def gradient_of_each_slot(where: Where) -> None:
     where.run_checked(problem)
 
 
+def fp8_operands_of_weight_gradients(where: Where) -> None:
+    """Row 37 again, with operands of wgrad that are rounded to FP8 along rows of very different magnitudes."""
+    problem = where.problem((160,), num_experts=2, top_k=1)
+    where.run_checked(problem, where.context(problem, Recipe(wgrad_operands="fp8")))
+    magnitude = torch.logspace(-3, 3, 160, device=where.device)[:, None]
+    changed = dataclasses.replace(
+        problem,
+        xs=[(problem.xs[0].float() * magnitude).bfloat16()],
+        douts=[(problem.douts[0].float() / magnitude).bfloat16()],
+    )
+    got = where.run(changed, where.context(changed, Recipe(wgrad_operands="fp8")))
+    want = oracle_backward(changed.global_inputs(), changed.douts[0])
+    assert sqnr_db(got.dw13, want.dw13_E2IH) >= 19.0 and sqnr_db(got.dw2, want.dw2_EHI) >= 19.0
+
+
 def ranks_agree(where: Where) -> None:
     """Rows 70, 71: everything is equal for any number of ranks; no gradient is off by a factor of R."""
     for routing in ("uniform", "duplicates"):
@@ -387,6 +402,7 @@ CASES: list[Callable[[Where], None]] = [
     clamp,
     interleaved_backwards,
     gradient_of_each_slot,
+    fp8_operands_of_weight_gradients,
     ranks_agree,
     repeats,
 ]
