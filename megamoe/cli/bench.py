@@ -234,7 +234,8 @@ def wgrad_records(records: list[Record], flops: int) -> list[Record]:
             continue
         us = whole["us"] - part["us"]
         same = {k: whole[k] for k in ("shape", "T", "routing", "ranks", "backend", "precision", "graph")}
-        times = {"us": us, "us_min": us, "us_max": us, "us_sustained": whole["us_sustained"] - part["us_sustained"]}
+        sustained = whole["us_sustained"] - part["us_sustained"]
+        times = {"us": us, "us_min": us, "us_max": us, "us_sustained": sustained if sustained > 0 else us}
         made.append({"bench": "wgrad", **same, **times, "tflops": flops / us / 1e6, "gb_per_s": None, "derived": True})
     return made
 
