@@ -71,7 +71,21 @@ def test_a_backend_with_fp8_operands_of_wgrad_is_a_backend_of_its_own(tmp_path):
     assert bench.bench_main(parse(*arguments, "--out", str(tmp_path), "--no-charts")) == 0
     (records,) = benchmarks_records.load(tmp_path).values()
     assert {r["backend"] for r in records} == {"torch", "torch_wgrad_fp8"}
+    assert [r["backend"] for r in records if r["bench"] == "forward"] == ["torch"]
     assert kernel_hash("cute_wgrad_fp8") == kernel_hash("cute")
+
+
+def test_a_case_of_the_suite_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
+    def run_out(problem):
+        if problem.spec.num_experts == 4:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(bench, "SUITE", ({"shapes": "4,128,128,2"}, {"shapes": "8,128,128,2"}))
+    monkeypatch.setattr(bench, "torch_gemms", run_out)
+    arguments = ("--suite", "--bench", "forward", "--backends", "torch", "--out", str(tmp_path), "--no-charts")
+    assert bench.bench_main(parse(*arguments)) == 1
+    assert "4,128,128,2 T=1024 has no record: OutOfMemoryError: no room" in capsys.readouterr().err
+    assert [r["shape"] for r in benchmarks_records.load(tmp_path)["cpu/layer"]] == ["8,128,128,2"]
 
 
 def test_wgrad_is_what_backward_takes_longer_than_dgrad():
