@@ -52,7 +52,7 @@ class DataParallel:
         self.ready: list[str] = []
         self._accumulators = []
         for name, parameter in module.named_parameters():
-            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             parameter.grad_added_to_main_grad = False
             hook = self._make_hook(name, parameter)
             if delays and getattr(parameter, "skip_backward_post_hook", False):
