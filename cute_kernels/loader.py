@@ -132,7 +132,8 @@ def prefetch_weights(k, weights: Int64):
     experts have equally many rows. A wrong guess costs nothing but the traffic."""
     problem = k.problem
     each = cutlass.max((k.num_slots * k.num_ranks // k.num_experts + 127) // 128, Int32(1))
-    size = cutlass.min(Int32(k.config.group(problem)), each * k.num_local)
+    group = schedule.scaled_group(k.config.group(problem), k.num_ctas)
+    size = cutlass.min(group, each * k.num_local)
     n = k.cta // size
     num_bytes = min(k.config.prefetch_blocks, problem.k1) * WEIGHT_BLOCK
     if n < problem.n1:

@@ -18,7 +18,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute, range_con
 
 from cute_kernels import flags, memory, numerics, trace
 from cute_kernels import workspace as ws
-from cute_kernels.schedule import CUTS, cut, find_expert, group_size, integer, smaller
+from cute_kernels.schedule import CUTS, cut, find_expert, group_size, integer, scaled_group, smaller
 from cute_kernels.tile_config import BLOCK, THREADS, WARPS
 
 SORT_WARPS = 4
@@ -503,7 +503,7 @@ def make_cuts(k):
     """The schedule's groups, in shared memory."""
     cuts = k.cuts
     blocks = Int32(k.offs[k.num_local]) // 128
-    size = group_size(blocks, k.config.group(k.problem))
+    size = group_size(blocks, scaled_group(k.config.group(k.problem), k.num_ctas))
     if k.tid < CUTS:
         cuts[k.tid] = cut(k.tid, blocks, size, k.offs, k.problem.expert_table)
 

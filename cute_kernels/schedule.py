@@ -59,7 +59,12 @@ CUTS = 128
 """Entries of the table of cuts, a power of two: one more than the groups there may be."""
 
 
-def group_size(blocks: Any, group: int) -> Any:
+def scaled_group(group: int, num_ctas: Any) -> Any:
+    """A group for a grid of num_ctas instead of 132: virtual ranks share one L2, each has fewer tiles under way."""
+    return (num_ctas * group + 131) // 132
+
+
+def group_size(blocks: Any, group: Any) -> Any:
     """Blocks of a group before cuts are moved: `group`, or more where the table of cuts would not hold them."""
     return larger(ceil_div(blocks, CUTS - 2), group + blocks * 0)
 

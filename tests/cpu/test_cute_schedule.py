@@ -86,6 +86,10 @@ def test_gemm2_trails_by_a_round():
             assert t - max(order[schedule.Tile(0, tile.block, n)] for n in range(n1)) >= 256
 
 
+def test_groups_scale_with_the_grid():
+    assert [schedule.scaled_group(16, n) for n in (132, 131, 66, 33, 1)] == [16, 16, 8, 4, 1]
+
+
 def test_blocks_run_fastest_inside_a_group():
     first = tiles_of([128 * 20], 8, 3, 2)[:8]
     assert [x.block for x in first] == list(range(8)) and {x.n for x in first} == {0}
