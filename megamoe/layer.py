@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -169,6 +170,8 @@ class MegaMoE(nn.Module):
             computed on a stream of the layer's own beside the rest of the backward, and finished when `backward()`
             returns. "delayed": they wait for `backward_dw()`. The last two write `.grad` or add to `main_grad`
             themselves, with the same bits; hooks of the parameters don't see them.
+        overlap_shared: run the shared expert on a stream of its own, beside dispatch and the routed experts; same bits.
+            Unfused backends only; no effect on CPUs and in compiled code.
         context: capacity, max_tokens_per_rank, save, debug: as for `MoEContext`.
 
     Attributes:
@@ -196,9 +199,11 @@ class MegaMoE(nn.Module):
         weights: WeightFormat = "bf16",
         device: torch.device | str | None = None,
         wgrad: WgradMode = "inline",
+        overlap_shared: bool = False,
         **context: Any,
     ) -> None:
         super().__init__()
+        self.overlap_shared = overlap_shared
         if weights not in get_args(WeightFormat):
             raise MegaMoEValueError(expected("weights", "'fp8', 'bf16' or 'fp32'", repr(weights)))
         check_mode(wgrad)
@@ -298,13 +303,45 @@ class MegaMoE(nn.Module):
                 self.experts.context.report(error, self.experts.w13.device)
         ids, weights = list(topk_ids.split(tokens)), list(topk_weights.split(tokens))
         rounded = everything.to(torch.bfloat16)
+        finish_shared = self._start_shared(rounded, is_first_microbatch)
         outs = self.experts(list(rounded.split(tokens)), ids, weights, is_first_microbatch=is_first_microbatch)
-        if self.shared is not None:
-            first = topk_ids.new_zeros(rounded.shape[0], 1)
-            one = topk_weights.new_ones(rounded.shape[0], 1)
-            shared = self.shared(rounded, first, one, is_first_microbatch=is_first_microbatch)
-            outs = [out + part for out, part in zip(outs, shared.split(tokens), strict=True)]
+        if finish_shared is not None:
+            outs = [out + part for out, part in zip(outs, finish_shared().split(tokens), strict=True)]
         return outs, [_count(rank_ids, self.config.num_experts) for rank_ids in ids]
+
+    def _start_shared(self, x: torch.Tensor, is_first_microbatch: bool | None) -> Callable[[], torch.Tensor] | None:
+        """What gives the shared expert's output, on the current stream; with `overlap_shared` it runs from now on."""
+        if self.shared is None:
+            return None
+        shared = self.shared
+
+        def run() -> torch.Tensor:
+            first = x.new_zeros(x.shape[0], 1, dtype=torch.int64)
+            one = x.new_ones(x.shape[0], 1, dtype=torch.float32)
+            return shared(x, first, one, is_first_microbatch=is_first_microbatch)
+
+        if not self.overlap_shared or torch.compiler.is_compiling():
+            return run
+        chosen = (
+            shared.context.choose(shared.w13, 1),
+            self.experts.context.choose(self.experts.w13, self.config.top_k),
+        )
+        if any(backend.is_fused for backend in chosen):
+            contract = "False with a fused backend: two kernels that each want every SM could wait for each other"
+            raise MegaMoEValueError(expected("overlap_shared", contract, True, "Or take backend='triton'."))
+        if not x.is_cuda:
+            return run
+        side, main = _side_stream(x.device), torch.cuda.current_stream(x.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            out = run()
+
+        def join() -> torch.Tensor:
+            main.wait_stream(side)
+            out.record_stream(main)
+            return out
+
+        return join
 
     def backward_dw(self) -> None:
         """Compute the weight gradients of the backwards since the last call, oldest first, on the current stream.
@@ -382,6 +419,12 @@ class MegaMoE(nn.Module):
         if made.shared is not None and stored.shared is not None:
             made.shared.adopt(stored.shared, weights)
         return made
+
+
+@functools.lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers on a device."""
+    return torch.cuda.Stream(device)
 
 
 def _count(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:

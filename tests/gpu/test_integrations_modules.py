@@ -137,3 +137,18 @@ def test_the_examples(backend: Any, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tokens", "512", "--hidden", "256", "--intermediate", "128", "--experts", "8", "--top-k", "2"]
     assert overlap_tuning.main(["--backend", backend, "--repeats", "2", *sizes]) == 0
     assert "DIFFERENT" not in capsys.readouterr().out
+
+
+def test_a_shared_expert_on_its_own_stream_changes_no_bit() -> None:
+    config, results = MoEConfig(D, F, num_experts=E, top_k=2, num_shared_experts=1), []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        layer = MegaMoE(config, backend="triton", device="cuda", overlap_shared=overlap)
+        for seed in range(3):  # copies and memory of earlier calls are around
+            layer.zero_grad()
+            x = rows(seed, 700).requires_grad_()
+            out = layer(x)
+            out.backward(rows(9, 700))
+        results.append({"out": out, "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
+    for name, value in results[0].items():
+        assert value is not None and torch.equal(results[1][name], value), name
