@@ -29,7 +29,13 @@ from tests.support.tiny_models import (
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-FAMILIES = ("deepseek_v3", "deepseek_v4", "qwen3_moe")
+CASES = [
+    ("deepseek_v3", "megamoe", "triton"),
+    ("deepseek_v4", "megamoe", "triton"),
+    ("qwen3_moe", "megamoe_fp8", "triton"),
+    ("deepseek_v3", "megamoe_fp8", "cute"),
+    ("qwen3_moe", "megamoe_fp8", "cute"),
+]
 
 
 def skip_unless_it_runs(backend: str, precision: Any) -> None:
@@ -40,10 +46,7 @@ def skip_unless_it_runs(backend: str, precision: Any) -> None:
         pytest.skip(why)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [("megamoe", "triton"), ("megamoe_fp8", "triton"), ("megamoe_fp8", "cute")], ids=str
-)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name", "backend"), CASES, ids=str)
 def test_a_training_step(family: str, name: str, backend: Any) -> None:
     precision = "bf16" if name == "megamoe" else "fp8"
     skip_unless_it_runs(backend, precision)
