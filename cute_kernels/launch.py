@@ -184,9 +184,10 @@ class Workspace:
 
     def error(self) -> str | None:
         """What the last calls recorded, None if nothing. Synchronises with the device."""
-        words = self.flags()[layout_module.ERROR].tolist()
+        flags = self.flags()
+        words, aborted = flags[layout_module.ERROR].tolist(), int(flags[layout_module.ABORT][0])
         if words[layout_module.R_CODE] == 0:
-            return None
+            return f"rank {self.rank}, call {aborted}: aborted by another rank" if aborted else None
         code, epoch, where, index, got, wanted = words[:6]
         name = ERROR_NAMES.get(code, f"error {code}")
         return f"rank {self.rank}, call {epoch}: {name} at {WAITS[where]}, index {index}: expected {wanted}, got {got}"
