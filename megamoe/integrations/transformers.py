@@ -62,16 +62,18 @@ class _Bound:
         if self.dtype == FP8:
             self.is_scaled_in_fp32 = module.gate_up_proj_scale_inv.dtype == torch.float32
 
-    def scales(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def scales(self, module: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Scales of FP8 weights in fp32; powers of two are converted once, exactly."""
         if self.dtype != FP8:
             return None
-        stored: tuple[Any, Any] = (module.gate_up_proj_scale_inv, module.down_proj_scale_inv)
+        scale13, scale2 = module.gate_up_proj_scale_inv.detach(), module.down_proj_scale_inv.detach()
         if self.is_scaled_in_fp32:
-            return stored
-        key = tuple(n for scale in stored for n in (scale.data_ptr(), scale._version))
+            return scale13, scale2
+        key = tuple(
+            n for scale in (scale13, scale2) for n in (scale.data_ptr(), -1 if scale.is_inference() else scale._version)
+        )
         if self._scales is None or self._scales[0] != key:
-            self._scales = key, (stored[0].detach().float(), stored[1].detach().float())
+            self._scales = key, (scale13.float(), scale2.float())
         return self._scales[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -107,6 +109,8 @@ class _Implementation:
         if _is_dtensor(w13) or _is_dtensor(w2):
             raise MegaMoETypeError(expected("gate_up_proj, down_proj", "plain tensors", "DTensors", _LOCAL))
         _check_dtype(self.settings, w13, hidden_states.device)
+        if bound.dtype == FP8:  # transformers leaves requires_grad on, though nobody computes such gradients
+            w13, w2 = w13.detach(), w2.detach()
         ids = top_k_index
         if getattr(module, "_is_expert_parallel", True):  # experts of other ranks have the id num_experts
             ids = torch.where(ids >= module.num_experts, -1, ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import nn
 pytest.importorskip("transformers", minversion="5")
 
 import transformers
+from safetensors.torch import load_file, save_file
 
 from checkpoints import convert_to_fp8
 from megamoe.errors import MegaMoEValueError
 from megamoe.gates import sqnr_db
-from megamoe.integrations.transformers import MoEBlock, replace_moe
+from megamoe.integrations.transformers import MoEBlock, register, replace_moe
 from megamoe.quantize import quantize_weight
 from megamoe.recipe import Recipe
 from tests.support.tiny_models import FAMILIES, LEAST_DB, assert_close, config_of, make_model, tokens, train_step
@@ -100,6 +102,44 @@ def test_an_fp8_checkpoint_goes_into_fp8_experts_and_the_model_needs_no_others(t
     rest = {n: p for n, p in model.state_dict().items() if not n.startswith(f"{name}.")}
     missing = empty.load_state_dict(rest, strict=False, assign=True).missing_keys
     assert all(n.startswith(f"{name}.moe.") for n in missing)
+
+
+def test_transformers_own_loader_of_fp8_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its FP8 experts on our implementation, and taken over by `replace_moe`, byte for byte."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    # its own FP8 kernels need a GPU; ours don't, and here only experts are in FP8
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **options: None)
+    model = make_model("deepseek_v3").bfloat16()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [n for n in tensors if ".mlp.experts." in n]:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize_matrix(tensors[name].float())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config, block = json.loads((tmp_path / "config.json").read_text()), block_name(model)
+    others = ["lm_head", "model.layers.0", "model.layers.1.self_attn", f"{block}.shared_experts", f"{block}.gate"]
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": others}
+    config["quantization_config"] = {**scheme, "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    register(backend="torch")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, experts_implementation="megamoe"
+    )
+    experts: Any = ours.get_submodule(block).experts
+    assert experts.gate_up_proj.dtype == torch.float8_e4m3fn
+    with torch.no_grad():
+        want = model(tokens()).logits
+        assert sqnr_db(ours(tokens()).logits, want) > LEAST_DB["fp8"]
+    step = train_step(ours, tokens())  # transformers leaves requires_grad on FP8 weights
+    assert "model.embed_tokens.weight" in step and not any(".experts." in name for name in step)
+    ours.eval()
+    stored = experts.gate_up_proj.detach().view(torch.uint8).clone()
+    replace_moe(ours, backend="torch")
+    moe: Any = ours.get_submodule(block).moe
+    assert moe.weights == "fp8" and torch.equal(moe.experts.w13.view(torch.uint8), stored)
+    with torch.no_grad():
+        assert sqnr_db(ours(tokens()).logits, want) > LEAST_DB["fp8"]
 
 
 # ---------------------------------------------------------------- refusals
