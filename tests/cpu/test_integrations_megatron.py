@@ -17,6 +17,7 @@ from megamoe.integrations.grouped import expert_of_rows
 from megamoe.integrations.megatron import GroupedExperts
 from megamoe.recipe import Recipe
 from tests.support.compare import assert_bitwise
+from tests.support.distributed import run_ranks
 from tests.support.megatron_conventions import DataParallel, Group, TransformerConfig, modules
 
 COUNTS = [5, 0, 17, 2]
@@ -239,3 +240,52 @@ def test_refuses_other_rows() -> None:
         experts(x, COUNTS, probs[1:])
     with pytest.raises(MegaMoEValueError, match=r"x: expected \[T, H = 128\]"):
         make(delay_wgrad_compute=True)(x[:, :64], COUNTS, probs)
+
+
+def data_parallel_case(rank: int) -> list[dict[str, torch.Tensor]]:
+    """Two micro-batches under megatron-core's own DistributedDataParallel, in every combination of its options."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig as MegatronConfig
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    parallel_state.initialize_model_parallel()
+    results = []
+    for delays, overlaps in ((False, False), (False, True), (True, False), (True, True)):
+        fields = TransformerConfig()
+        config = MegatronConfig(
+            num_layers=1,
+            num_attention_heads=2,
+            num_moe_experts=len(COUNTS),
+            hidden_size=fields.hidden_size,
+            moe_ffn_hidden_size=fields.moe_ffn_hidden_size,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            params_dtype=torch.bfloat16,
+            use_cpu_initialization=True,
+        )
+        wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlaps)
+        config.delay_wgrad_compute = wrapping.delay_wgrad_compute = delays
+        experts = GroupedExperts(len(COUNTS), config, backend="torch")
+        experts.load_state_dict(make().state_dict())
+        wrapped = DistributedDataParallel(config, wrapping, experts)
+        for seed in (1, 2):
+            x, probs, dout = batch(seed)
+            wrapped(x, torch.tensor(COUNTS), probs)[0].backward(dout)
+            experts.backward_dw()
+        wrapped.finish_grad_sync()
+        results.append({name: p.main_grad.clone() for name, p in experts.named_parameters()})
+        assert experts.w13.grad is None
+    return results
+
+
+def test_megatron_core_itself_finds_the_gradients() -> None:
+    pytest.importorskip("megatron.core.distributed")
+    experts = make()
+    DataParallel(experts, False)
+    for seed in (1, 2):
+        step(experts, seed)
+    for found in run_ranks(data_parallel_case, 1)[0]:
+        for name, parameter in experts.named_parameters():
+            assert_bitwise(found[name], parameter.main_grad, name)
