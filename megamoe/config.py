@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from megamoe.errors import MegaMoEValueError, expected
+from megamoe.errors import MegaMoETypeError, MegaMoEValueError, expected
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 12
@@ -55,6 +56,7 @@ class MoEConfig:
         hash_vocab_size: vocabulary of a hash layer (DeepSeek-V4), which looks experts up by token id; 0: by score.
 
     Raises:
+        MegaMoETypeError: naming every field that is no number, or no integer where one is needed.
         MegaMoEValueError: naming every field outside these ranges.
     """
 
@@ -73,11 +75,24 @@ class MoEConfig:
     hash_vocab_size: int = 0
 
     def __post_init__(self) -> None:
+        wrong_types = [
+            expected(name, contract, repr(getattr(self, name)))
+            for name, contract, kinds in self._kinds()
+            if not isinstance(getattr(self, name), kinds) or isinstance(getattr(self, name), bool)
+        ]
+        if wrong_types:
+            raise MegaMoETypeError("\n".join(wrong_types))
         problems = [
             expected(name, contract, getattr(self, name)) for name, contract, good in self._checks() if not good
         ]
         if problems:
             raise MegaMoEValueError("\n".join(problems))
+
+    def _kinds(self) -> list[tuple[str, str, tuple[type, ...]]]:
+        sizes = ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_groups", "topk_groups")
+        integers = [(name, "an integer", (int,)) for name in (*sizes, "num_shared_experts", "hash_vocab_size")]
+        numbers = [(name, "a number", (int, float)) for name in ("routed_scaling_factor", "initializer_range")]
+        return [*integers, *numbers, ("clamp", "a number or None", (int, float, type(None)))]
 
     def _checks(self) -> list[tuple[str, str, bool]]:
         experts, groups = self.num_experts, max(self.num_groups, 1)
@@ -95,6 +110,8 @@ class MoEConfig:
             ("num_shared_experts", "0 or more", self.num_shared_experts >= 0),
             ("family", f"one of {', '.join(FAMILIES)}", self.family in FAMILIES),
             ("hash_vocab_size", "0 or more", self.hash_vocab_size >= 0),
+            ("routed_scaling_factor", "a finite number", math.isfinite(self.routed_scaling_factor)),
+            ("initializer_range", "0 or a positive finite number", 0 <= self.initializer_range < math.inf),
             ("clamp", "a positive finite limit or None", self.clamp is None or 0 < self.clamp < float("inf")),
         ]
 

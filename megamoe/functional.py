@@ -15,7 +15,7 @@ from megamoe.recipe import BLOCK
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _DEFAULT = MoEContext()
 
@@ -61,12 +61,17 @@ def mega_moe(
     autocast regions nothing is cast beyond the above. Not differentiable twice.
     """
     context = _DEFAULT if context is None else context
-    is_list = not isinstance(x, torch.Tensor)
-    xs, ids, weights = (list(v) if not isinstance(v, torch.Tensor) else [v] for v in (x, topk_ids, topk_weights))
-    scale13, scale2 = (None, None) if scales is None else scales
-    error = find_error(context.shapes, xs, ids, weights, w13, w2, scale13, scale2)
+    if not isinstance(context, MoEContext):
+        raise MegaMoETypeError(expected("context", "a MoEContext or None", type(context).__name__))
+    is_list = isinstance(x, list | tuple)
+    given: tuple[Any, ...] = (x, topk_ids, topk_weights)
+    xs, ids, weights = (list(v) if isinstance(v, list | tuple) else [v] for v in given)
+    pair = (None, None) if scales is None else scales
+    error = _structure_error(xs, ids, weights, w13, w2, pair)
+    scale13, scale2 = (None, None) if error is not None else pair
+    error = error or find_error(context.shapes, xs, ids, weights, w13, w2, scale13, scale2)
     if error is not None:
-        context.report(error, w13.device)
+        context.report(error, next((t.device for t in (w13, *xs) if isinstance(t, torch.Tensor)), torch.device("cpu")))
     tracked = [*xs, *weights, w13, w2] + ([] if context.anchor is None else [context.anchor])
     save = context.shapes.save if torch.is_grad_enabled() and any(t.requires_grad for t in tracked) else "none"
     outs, _ = forward_op(
@@ -89,6 +94,22 @@ def mega_moe(
 
 
 # ---------------------------------------------------------------- checks
+
+
+def _structure_error(
+    xs: list[Any], topk_ids: list[Any], topk_weights: list[Any], w13: Any, w2: Any, scales: Any
+) -> MegaMoEError | None:
+    """What is no tensor where one is expected, before anything is asked of it."""
+    named = {"x": xs, "topk_ids": topk_ids, "topk_weights": topk_weights, "w13": [w13], "w2": [w2]}
+    problems = [
+        expected(name, "a tensor" if name in ("w13", "w2") else "a tensor, or a list of one for each rank", k)
+        for name, values in named.items()
+        for k in sorted({type(v).__name__ for v in values if not isinstance(v, torch.Tensor)})
+    ]
+    if not isinstance(scales, list | tuple) or len(scales) != 2:
+        got = f"{len(scales)} of them" if isinstance(scales, list | tuple) else type(scales).__name__
+        problems.append(expected("scales", "those of w13 and of w2", got))
+    return MegaMoETypeError("\n".join(problems)) if problems else None
 
 
 def find_error(
@@ -144,14 +165,14 @@ def _type_errors(
 ) -> list[str]:
     problems = []
     for name, values in (("x", xs), ("topk_weights", topk_weights)):
-        problems += [expected(name, "bf16, fp16 or fp32", v.dtype) for v in values if v.dtype not in _FLOATS]
+        problems += [expected(name, "bf16, fp16 or fp32", v.dtype) for v in values if v.dtype not in FLOATS]
     integers = (torch.int32, torch.int64)
     problems += [
         expected("topk_ids", "int32 or int64", v.dtype, "Convert the ids first.")
         for v in topk_ids
         if v.dtype not in integers
     ]
-    if w13.dtype != w2.dtype or w13.dtype not in (*_FLOATS, FP8):
+    if w13.dtype != w2.dtype or w13.dtype not in (*FLOATS, FP8):
         problems.append(expected("w13, w2", "one dtype of bf16, fp16, fp32, float8_e4m3fn", f"{w13.dtype}, {w2.dtype}"))
     for scale in (scale13, scale2):
         if scale is not None and scale.dtype != torch.float32:

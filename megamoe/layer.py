@@ -16,9 +16,9 @@ from megamoe import backends
 from megamoe.config import MoEConfig
 from megamoe.context import MoEContext, World
 from megamoe.deferred import DeferredWgrad, WgradMode, check_mode, refuse_managed
-from megamoe.errors import MegaMoEError, MegaMoEValueError, expected
+from megamoe.errors import MegaMoEError, MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.family_router import FamilyRouter
-from megamoe.functional import mega_moe
+from megamoe.functional import FLOATS, mega_moe
 from megamoe.loading import DTYPES, WeightFormat, check_fits, convert, format_of, place, read_config
 from megamoe.quantize import ceil_div, quantize_weight
 from megamoe.recipe import BLOCK, Recipe
@@ -261,16 +261,11 @@ class MegaMoE(nn.Module):
 
         Effects: as `mega_moe`.
         """
-        is_list = not isinstance(x, torch.Tensor)
+        is_list = isinstance(x, list | tuple)
         xs: list[torch.Tensor] = list(x) if is_list else [x]
         hidden = self.config.hidden_size
-        wrong = [
-            expected(f"x[{i}]" if is_list else "x", f"[T, {hidden}] or [B, S, {hidden}]", f"shape {tuple(value.shape)}")
-            for i, value in enumerate(xs)
-            if value.dim() not in (2, 3) or value.shape[-1] != hidden
-        ]
-        if wrong or not xs:
-            error = MegaMoEValueError("\n".join(wrong) or expected("x", "one tensor for each rank", "none"))
+        error = _x_error(xs, is_list, hidden)
+        if error is not None:
             self.experts.context.report(error, self.experts.w13.device)
         device_type = xs[0].device.type
         is_autocast = torch.is_autocast_enabled(device_type)
@@ -427,6 +422,25 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def _x_error(xs: list[Any], is_list: bool, hidden: int) -> MegaMoEError | None:
+    """What is wrong with x: first types, then shapes."""
+    names = [f"x[{i}]" if is_list else "x" for i in range(len(xs))]
+    types = [
+        expected(name, "a bf16, fp16 or fp32 tensor", getattr(value, "dtype", type(value).__name__))
+        for name, value in zip(names, xs, strict=True)
+        if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS
+    ]
+    if types:
+        return MegaMoETypeError("\n".join(types))
+    shapes = [
+        expected(name, f"[T, {hidden}] or [B, S, {hidden}]", f"shape {tuple(value.shape)}")
+        for name, value in zip(names, xs, strict=True)
+        if value.dim() not in (2, 3) or value.shape[-1] != hidden
+    ]
+    shapes += [] if xs else [expected("x", "one tensor for each rank", "none")]
+    return MegaMoEValueError("\n".join(shapes)) if shapes else None
+
+
 def _count(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Slots of each expert, int64 [E]."""
     flat = topk_ids.flatten()
@@ -437,6 +451,14 @@ def _joined(name: str, given: list[torch.Tensor], tokens: list[int]) -> torch.Te
     """What the caller says about tokens, of all local ranks one after the other: [T] or, for topk_ids, [T, K]."""
     if len(given) != len(tokens):
         raise MegaMoEValueError(expected(name, f"one tensor for each of the {len(tokens)} of x", len(given)))
+    kind = "a bool tensor" if name == "token_mask" else "a tensor of integers"
+    strange = [
+        getattr(part, "dtype", type(part).__name__)
+        for part in given
+        if not isinstance(part, torch.Tensor) or (name == "token_mask") != (part.dtype == torch.bool)
+    ]
+    if strange:
+        raise MegaMoETypeError(expected(name, kind, strange[0]))
     flat = [part.flatten(0, -2) if name == "topk_ids" else part.flatten() for part in given]
     wrong = [
         expected(name if len(tokens) == 1 else f"{name}[{i}]", f"{count} tokens as in x", part.shape[0])

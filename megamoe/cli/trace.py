@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 
+from megamoe.backends import BACKENDS, Problem, resolve
 from megamoe.cli.problem import SHAPES, ProblemSpec, Shape
 from megamoe.errors import MegaMoEValueError, expected
+from megamoe.recipe import Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,15 +59,15 @@ def trace_main(arguments: argparse.Namespace) -> int:
 
 def traced(arguments: argparse.Namespace) -> list:
     """The events of the first rank in one launch."""
-    from cute_kernels import launch, trace
-    from cute_kernels.tile_config import TileConfig
-    from megamoe.backends import BACKENDS
-    from megamoe.cli.bench_problem import BenchProblem
-    from megamoe.recipe import Recipe
-
     shape, ranks = shape_of(arguments.shape, arguments.tokens), arguments.ranks
     per_rank = tuple(shape.num_tokens // ranks for _ in range(ranks))
     hidden, experts, top_k = shape.hidden, shape.num_experts, shape.top_k
+    _refuse_without_cute(shape, ranks)
+
+    from cute_kernels import launch, trace
+    from cute_kernels.tile_config import TileConfig
+    from megamoe.cli.bench_problem import BenchProblem
+
     spec = ProblemSpec(per_rank, hidden, shape.intermediate, experts, top_k, arguments.routing)
     problem = BenchProblem(spec, Recipe(), torch.device("cuda"))
     weights = []
@@ -86,3 +88,19 @@ def traced(arguments: argparse.Namespace) -> list:
             )  # fmt: skip
             torch.cuda.synchronize()
         return trace.events(buffers[0], world.workspaces[0].num_ctas)
+
+
+def _refuse_without_cute(shape: Shape, num_ranks: int) -> None:
+    resolve(
+        "cute",
+        Problem.of(
+            torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            Recipe(),
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            num_ranks=num_ranks,
+            world="one" if num_ranks == 1 else "local",
+        ),
+    )

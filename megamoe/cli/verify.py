@@ -52,6 +52,19 @@ def tokens_of(text: str, num_ranks: int | None) -> tuple[int, ...]:
     return counts
 
 
+def device_of(text: str | None) -> torch.device:
+    """The device that `--device` names; None: cuda where there is one, else cpu."""
+    try:
+        device = torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise MegaMoEValueError(expected("--device", "cpu, cuda or cuda:N", repr(text))) from None
+    num_cuda = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= num_cuda):
+        here = "cpu" + (f" or one of {num_cuda} CUDA devices" if num_cuda else ", as torch sees no CUDA device")
+        raise MegaMoEValueError(expected("--device", here, repr(text)))
+    return device
+
+
 def integers(argument: str, text: str) -> tuple[int, ...]:
     """A comma-separated list of integers."""
     try:
@@ -88,7 +101,7 @@ def verify_main(args: argparse.Namespace) -> int:
     """Run `megamoe verify`; returns its exit status."""
     recipe = Recipe(args.precision, args.scale_format, args.clamp, args.wgrad_operands)
     specs = list(specs_of(args))
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(args.device)
     reports: list[dict[str, object]] = []
     num_passed = 0
     for number, spec in enumerate(specs, 1):

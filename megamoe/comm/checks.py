@@ -105,6 +105,9 @@ def check_dispatch(call: Arguments, options: DispatchOptions | None, transport: 
 def check_cached_dispatch(call: Arguments, world: World, options: DispatchOptions | None, handle: Handle) -> Problems:
     """What is wrong with the arguments of a dispatch along a cached handle."""
     problems = Problems()
+    if not isinstance(handle, Handle):
+        problems.type("handle", "the Handle of a dispatch, or None", type(handle).__name__)
+        return problems
     if call.topk_ids:
         problems.value("topk_ids", "None with a handle, whose ids they are", "a tensor")
     if world is not None and world is not handle.world and world != handle.world:

@@ -4,11 +4,12 @@ import argparse
 import json
 
 import pytest
+import torch
 
 from cute_kernels import trace as kernel_trace
 from megamoe.cli import trace
 from megamoe.cli.problem import SHAPES, Shape
-from megamoe.errors import MegaMoEValueError
+from megamoe.errors import BackendUnavailable, MegaMoEValueError
 
 
 def test_shapes():
@@ -29,3 +30,11 @@ def test_writes_both_files_and_prints_shares(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "t.json").read_text())[0]["name"] == "GEMM 1"
     assert (tmp_path / "t.png").stat().st_size > 1000
     assert "50.0 %  wait: rows of a block" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU is told")
+def test_says_that_it_needs_a_gpu():
+    parser = argparse.ArgumentParser()
+    trace.add_arguments(parser)
+    with pytest.raises(BackendUnavailable, match="'cute' does not run this: it needs a Hopper GPU"):
+        trace.trace_main(parser.parse_args(["--shape", "4,256,128,2"]))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import types
 
 import pytest
@@ -217,3 +218,9 @@ def test_a_problem_is_the_same_on_any_number_of_ranks():
     assert torch.equal(one.xs[0], torch.cat(four.xs)) and torch.equal(one.topk_ids[0], torch.cat(four.topk_ids))
     with pytest.raises(MegaMoEValueError, match="num_tokens, hidden"):
         ProblemSpec(())
+
+
+@pytest.mark.parametrize("text", ["bogus", "meta", "cuda:99"])
+def test_refuses_devices_that_are_not_here(text, capsys):
+    assert main(["verify", "--device", text]) == 1
+    assert re.match(r"megamoe verify: --device: expected cpu.*, got '" + text + "'", capsys.readouterr().err)

@@ -316,6 +316,7 @@ def test_bad_arguments_with_a_handle_are_refused() -> None:
     refused(MegaMoEValueError, "options: expected those of the handle", x, options=DispatchOptions(4), handle=handle)
     refused(MegaMoEValueError, "x: expected the 3 tokens of the handle, got 2", x[:2], handle=handle)
     refused(MegaMoEValueError, r"topk_weights: expected fp32 \[3, 2\]", x, topk_weights=weights[:2], handle=handle)
+    refused(MegaMoETypeError, "handle: expected the Handle of a dispatch, or None, got str", x, handle="h")
 
     y = torch.zeros(8, 8).bfloat16()
     combine(y, handle)

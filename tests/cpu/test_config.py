@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megamoe import MoEConfig
-from megamoe.errors import MegaMoEValueError
+from megamoe.errors import MegaMoETypeError, MegaMoEValueError
 
 GOOD = dict(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2)
 
@@ -32,10 +32,28 @@ def test_is_frozen_and_hashable():
         ("num_shared_experts", -1, "num_shared_experts: expected 0 or more"),
         ("clamp", 0.0, "clamp: expected a positive finite limit"),
         ("clamp", float("inf"), "clamp: expected a positive finite limit"),
+        ("routed_scaling_factor", float("nan"), "routed_scaling_factor: expected a finite number, got nan"),
+        ("initializer_range", -1.0, "initializer_range: expected 0 or a positive finite number, got -1.0"),
     ],
 )
 def test_refuses(field, value, match):
     with pytest.raises(MegaMoEValueError, match=match):
+        MoEConfig(**{**GOOD, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("hidden_size", 128.0, "hidden_size: expected an integer, got 128.0"),
+        ("top_k", None, "top_k: expected an integer, got None"),
+        ("num_experts", "8", "num_experts: expected an integer, got '8'"),
+        ("num_groups", True, "num_groups: expected an integer, got True"),
+        ("routed_scaling_factor", "2.5", "routed_scaling_factor: expected a number, got '2.5'"),
+        ("clamp", "7", "clamp: expected a number or None, got '7'"),
+    ],
+)
+def test_refuses_types(field, value, match):
+    with pytest.raises(MegaMoETypeError, match=match):
         MoEConfig(**{**GOOD, field: value})
 
 

@@ -72,6 +72,23 @@ def test_type_errors(problem, change, match):
         apply(problem, **change)
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (dict(x=[None]), "x: expected a tensor, or a list of one for each rank, got NoneType"),
+        (dict(ids=[[0, 1]]), "topk_ids: expected a tensor, or a list of one for each rank, got list"),
+        (dict(weights="w"), "topk_weights: expected a tensor, or a list of one for each rank, got str"),
+        (dict(w13=[1.0]), "w13: expected a tensor, got list"),
+        (dict(scales=(None,)), "scales: expected those of w13 and of w2, got 1 of them"),
+        (dict(scales=3), "scales: expected those of w13 and of w2, got int"),
+        (dict(context=Recipe()), "context: expected a MoEContext or None, got Recipe"),
+    ],
+)
+def test_what_is_no_tensor_is_named(problem, change, match):
+    with pytest.raises(MegaMoETypeError, match=match):
+        apply(problem, **change)
+
+
 def test_scales_must_be_fp32(problem):
     with pytest.raises(MegaMoETypeError, match="scales: expected fp32, got torch.bfloat16"):
         apply(problem, scales=(torch.ones(1, dtype=torch.bfloat16), torch.ones(1)))

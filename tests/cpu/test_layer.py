@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megamoe import LocalWorld, MegaMoE, MoEConfig, Recipe
-from megamoe.errors import BackendUnavailable, MegaMoEValueError
+from megamoe.errors import BackendUnavailable, MegaMoETypeError, MegaMoEValueError
 from megamoe.gates import GATES, rel_l2, sqnr_db
 from tests.support.compare import assert_bitwise, assert_experts_pass, assert_rows_pass
 
@@ -138,6 +138,33 @@ def test_refuses_other_shapes(shape):
 def test_refuses_an_empty_list():
     with pytest.raises(MegaMoEValueError, match="x: expected one tensor for each rank, got none"):
         MegaMoE(CONFIG, world=LocalWorld(2))([])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float8_e4m3fn, torch.complex64, torch.bool])
+def test_refuses_dtypes_that_it_would_round_silently(dtype):
+    with pytest.raises(MegaMoETypeError, match=f"x: expected a bf16, fp16 or fp32 tensor, got {dtype}"):
+        MegaMoE(CONFIG)(tokens().to(dtype))
+
+
+@pytest.mark.parametrize(("x", "name"), [(None, "NoneType"), ([None], "NoneType"), (tokens().tolist(), "list")])
+def test_refuses_what_is_no_tensor(x, name):
+    with pytest.raises(MegaMoETypeError, match=rf"x(\[0\])?: expected a bf16, fp16 or fp32 tensor, got {name}"):
+        MegaMoE(CONFIG)(x)
+
+
+@pytest.mark.parametrize(
+    ("hints", "match"),
+    [
+        (dict(token_mask=torch.ones(TOKENS)), "token_mask: expected a bool tensor, got torch.float32"),
+        (dict(token_mask=torch.ones(TOKENS, dtype=torch.int64)), "token_mask: expected a bool tensor, got torch.int64"),
+        (dict(token_mask=True), "token_mask: expected a bool tensor, got bool"),
+        (dict(token_ids="text"), "token_ids: expected a tensor of integers, got str"),
+        (dict(topk_ids=torch.ones(TOKENS, 3, dtype=torch.bool)), "topk_ids: expected a tensor of integers, got"),
+    ],
+)
+def test_refuses_hints_of_other_types(hints, match):
+    with pytest.raises(MegaMoETypeError, match=match):
+        MegaMoE(CONFIG)(tokens(), **hints)
 
 
 def test_no_tokens():
