@@ -8,31 +8,56 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.records import COLUMNS, load, render_table
+from benchmarks.records import FIGURES, is_stale, load
 from megamoe.cli.records import Record
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- records: written by `make tables` -->", "<!-- end of records -->"
 SETTING = ("clock_mhz", "torch", "triton", "cutlass_dsl", "date")
-"""What is said once, above a table, together with the columns that are the same in all its lines."""
+"""What is said once, above a table."""
+CALL = ("bench", "shape", "T", "routing", "ranks")
+"""What tells one measured call from another; backends stand side by side."""
+ORDER = ("cute", "triton", "torch")
 
 
 def render(everything: Mapping[str, Sequence[Record]]) -> str:
-    """All records as Markdown: for each file a heading, its setting, a table."""
-    if not everything:
+    """The records of whole layers as Markdown tables; the other files by name."""
+    if not any(everything.values()):
         return "No record is committed yet: nothing has been measured."
-    return "\n\n".join(_section(name, records) for name, records in sorted(everything.items()) if records)
+    shown = [name for name, records in sorted(everything.items()) if name.endswith("/layer") and records]
+    others = [f"`benchmarks/results/{name}.json`" for name in sorted(everything) if name not in shown]
+    parts = [_section(name, everything[name]) for name in shown]
+    parts += (
+        [f"More, stage by stage: {', '.join(others)}; `python -m benchmarks.records` prints them."] if others else []
+    )
+    return "\n\n".join(parts)
 
 
 def _section(name: str, records: Sequence[Record]) -> str:
-    gpu, title = name.split("/", 1)
-    columns = [c for c in COLUMNS if c in ("bench", "backend") or len({r.get(c) for r in records}) > 1]
-    columns.sort(key=lambda c: c == "backend")
-    shared = [c for c in COLUMNS if c not in columns]
-    setting = [f"{f} {_joined(records, f)}" for f in (*shared, *SETTING) if _joined(records, f)]
-    table = render_table(records, columns)
-    device = _joined(records, "gpu") or gpu
-    return f"**{title}** on {device}: {', '.join(setting)}\n\n{table}"
+    """One file: what all its records share, then a line for each measured call."""
+    device = _joined(records, "gpu") or name.split("/")[0]
+    setting = [f"{f} {_joined(records, f)}" for f in ("precision", *SETTING) if _joined(records, f)]
+    backends = sorted({r["backend"] for r in records}, key=lambda b: (ORDER.index(b) if b in ORDER else len(ORDER), b))
+    calls = list(dict.fromkeys(tuple(r[c] for c in CALL) for r in records))
+    by_key = {(tuple(r[c] for c in CALL), r["backend"]): r for r in records}
+    marks = {b: " (stale)" if any(is_stale(r) for r in records if r["backend"] == b) else "" for b in backends}
+    first = backends[0]
+    figures = ("tflops", "us_sustained", "ratio_to_triton", "ratio_to_torch_gemms")
+    heads = [*CALL, *(f"{b}{marks[b]}, µs" for b in backends), *(f"{first}: {FIGURES[f][0]}" for f in figures)]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(CALL) + "---:|" * (len(heads) - len(CALL))]
+    for call in calls:
+        cells = [str(value) for value in call]
+        cells += [_cell(by_key.get((call, b)), "us") for b in backends]
+        cells += [_cell(by_key.get((call, first)), f) for f in figures]
+        lines.append("| " + " | ".join(cells) + " |")
+    notes = ["", "(stale): kernels have changed since this was measured."] if any(marks.values()) else []
+    return "\n".join([f"{device}: {', '.join(setting)}", "", *lines, *notes])
+
+
+def _cell(record: Record | None, figure: str) -> str:
+    """A figure of a record, a dash where there is none."""
+    value = None if record is None else record.get(figure)
+    return "–" if value is None else FIGURES[figure][1].format(value)
 
 
 def _joined(records: Sequence[Record], field: str) -> str:

@@ -48,17 +48,23 @@ RECORD = {
 }
 
 
-def test_a_record_becomes_a_line(tmp_path, monkeypatch):
+def test_backends_stand_side_by_side(tmp_path, monkeypatch):
     (tmp_path / "h200").mkdir()
-    both = [RECORD, {**RECORD, "routing": "zipf", "us": 5050.0}]
-    (tmp_path / "h200" / "forward.json").write_text(json.dumps(both))
-    text = tables.render(records.load(tmp_path))
-    first = text.splitlines()[0]
-    assert first.startswith(
-        "**forward** on NVIDIA H200: shape A, T 8192, ranks 1, precision fp8, clock_mhz 1980, torch 2.11.0"
-    )
-    assert first.endswith("date 2026-11-30")
-    assert "| forward | uniform | triton" in text and "5,050" in text
+    found = [
+        RECORD,
+        {**RECORD, "backend": "cute", "us": 4800.0, "tflops": 1200.0, "ratio_to_triton": 1.04},
+        {**RECORD, "routing": "zipf", "us": 5050.0},
+    ]
+    (tmp_path / "h200" / "layer.json").write_text(json.dumps(found))
+    (tmp_path / "h200" / "stages.json").write_text(json.dumps([RECORD]))
+    lines = tables.render(records.load(tmp_path)).splitlines()
+    assert lines[0] == ("NVIDIA H200: precision fp8, clock_mhz 1980, torch 2.11.0, triton 3.6.0, date 2026-11-30")
+    head, _, uniform, zipf = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:6])
+    assert head[:7] == ["bench", "shape", "T", "routing", "ranks", "cute (stale), µs", "triton (stale), µs"]
+    assert uniform[:7] == ["forward", "A", "8192", "uniform", "1", "4,800", "5,000"]
+    assert uniform[7] == "1,200" and uniform[9] == "1.04x"
+    assert zipf[5:8] == ["–", "5,050", "–"]
+    assert "`benchmarks/results/h200/stages.json`" in lines[-1]
 
 
 def test_the_comparison_can_fail():
