@@ -133,7 +133,8 @@ def describe(recipe: Recipe) -> str:
     parts: list[str] = [recipe.precision]
     parts += [f"{recipe.scale_format} scales"] if recipe.precision == "fp8" else []
     parts += ["fp8 operands of weight gradients"] if recipe.wgrad_operands == "fp8" else []
-    parts += [f"clamp {recipe.clamp:g}"] if recipe.clamp is not None else []
+    if recipe.clamp is not None:
+        parts += [f"clamp {recipe.clamp:g} (gradients behind it are held to the emulation alone)"]
     return ", ".join(parts)
 
 

@@ -311,7 +311,7 @@ def agree(
         for lane, of_lane in enumerate(everyone):
             for rank, values in enumerate(of_lane):
                 if values[0]:
-                    message = bytes(texts[lane, rank].tolist()).rstrip(b"\0").decode(errors="replace")
+                    message = bytes(texts[lane, rank].tolist()).rstrip(b"\0").decode(errors="replace").removesuffix(".")
                     raise MegaMoERuntimeError(
                         expected("group", "valid arguments on every rank", f"an error on rank {rank}: {message}")
                     )

@@ -13,7 +13,7 @@ from megamoe import torch_steps
 from megamoe.cli import build_parser, main
 from megamoe.cli.problem import ROUTINGS, ProblemSpec, draw_topk_ids, make_problem
 from megamoe.cli.stages import KINDS, emulate, judge, run_backend, run_oracle, run_steps
-from megamoe.cli.verify import as_json, specs_of, table
+from megamoe.cli.verify import as_json, describe, specs_of, table
 from megamoe.errors import MegaMoEValueError
 from megamoe.quantize import quantize_weight
 from megamoe.recipe import Recipe
@@ -224,3 +224,11 @@ def test_a_problem_is_the_same_on_any_number_of_ranks():
 def test_refuses_devices_that_are_not_here(text, capsys):
     assert main(["verify", "--device", text]) == 1
     assert re.match(r"megamoe verify: --device: expected cpu.*, got '" + text + "'", capsys.readouterr().err)
+
+
+def test_says_what_judges_gradients_behind_a_clamp():
+    assert (
+        describe(Recipe(clamp=0.5))
+        == "fp8, fp32 scales, clamp 0.5 (gradients behind it are held to the emulation alone)"
+    )
+    assert "emulation" not in describe(Recipe())
