@@ -17,7 +17,7 @@ from megamoe import unfused
 from megamoe.backends.base import Problem
 from megamoe.backends.stepwise import StepwiseBackend
 from megamoe.comm.transport import Transport
-from megamoe.errors import CapacityError, MegaMoERuntimeError, MegaMoETimeout
+from megamoe.errors import CapacityError, MegaMoERuntimeError, MegaMoETimeout, MegaMoEValueError, expected
 from megamoe.quantize import QuantizedRows
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan, check_id_values
@@ -256,6 +256,14 @@ class _Rows:
     gate_up: torch.Tensor
 
 
+def check_tokens(max_tokens: int, top_k: int) -> None:
+    """Refuse batches whose (token, slot) pairs do not fit a row code."""
+    most = (1 << SOURCE_SHIFT) // top_k
+    if max_tokens > most:
+        next_step = "Split the batch, or raise the number of ranks."
+        raise MegaMoEValueError(expected("x", f"at most {most} tokens a rank with K = {top_k}", max_tokens, next_step))
+
+
 class _Shared:
     """The workspaces of all ranks, which calls of one size share, one after the other."""
 
@@ -271,6 +279,7 @@ class _Shared:
     ) -> None:
         from cute_kernels.launch import LocalWorld
 
+        check_tokens(max_tokens, top_k)
         with _on(device):
             self._world = LocalWorld(
                 num_ranks,
