@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 import subprocess
 import time
@@ -40,7 +41,9 @@ def time_variants(
     brief: Container[str] = (),
     progress: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
-    """Time functions against each other: one call of each a round, so that all see the same clocks.
+    """Time functions against each other: one call of each a round, in another order every round.
+
+    A power-capped card is slower behind heavy work, so what ran before a call must not always be the same.
 
     Args:
         variants: what to time; each was run before, so that nothing is compiled or allocated for the first time.
@@ -54,10 +57,12 @@ def time_variants(
     """
     samples: dict[str, list[float]] = {name: [] for name in variants}
     flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
-    for _ in range(rounds):
-        for name, run in variants.items():
+    for number in range(rounds):
+        order = list(variants)
+        random.Random(number).shuffle(order)
+        for name in order:
             flush.zero_()
-            samples[name].append(_once(run, device))
+            samples[name].append(_once(variants[name], device))
             progress(name)
     times = {}
     for name, run in variants.items():

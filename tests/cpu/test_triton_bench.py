@@ -198,11 +198,12 @@ def test_a_wrong_result_has_no_time():
         bench_problem.errors(problem, run, training=False)
 
 
-def test_timing_interleaves():
+def test_timing_interleaves_in_changing_order():
     calls: list[str] = []
-    variants = {name: lambda name=name: calls.append(name) for name in "ab"}
-    times = timing.time_variants(variants, CPU, rounds=3, sustained_s=0)
-    assert calls == ["a", "b"] * 3
+    variants = {name: lambda name=name: calls.append(name) for name in "abcd"}
+    times = timing.time_variants(variants, CPU, rounds=6, sustained_s=0)
+    rounds = [tuple(calls[i : i + 4]) for i in range(0, 24, 4)]
+    assert all(sorted(order) == list("abcd") for order in rounds) and len(set(rounds)) > 3
     assert all(0 < t.us_min <= t.us <= t.us_max and t.us_sustained == t.us for t in times.values())
 
 
