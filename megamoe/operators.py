@@ -20,6 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from megamoe.backends import Backend
 from megamoe.comm import GroupTransport
 from megamoe.context import MoEContext, Spec, context_of
+from megamoe.errors import MegaMoERuntimeError, expected
 from megamoe.quantize import FP8, QuantizedRows, ceil_div
 from megamoe.recipe import BLOCK
 from megamoe.routing_plan import RankPlan, RoutingPlan
@@ -214,6 +215,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor]
 
 
 def _backward(ctx: Any, d_outs: list[Tensor | None], d_saved: list[None]) -> tuple[Any, ...]:
+    if torch.is_grad_enabled():  # only where a graph of the backward is asked for, and it would be wrong
+        raise MegaMoERuntimeError(expected("create_graph", "False: the layer is not differentiable twice", True))
     need_x, _, need_p, need_w13, need_w2, *_ = ctx.needs_input_grad
     num_saved, num_xs = ctx.counts
     kept = ctx.saved_tensors  # unpacked once: activation checkpointing allows no more
