@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megamoe.context import MoEContext
 from megamoe.functional import find_error, mega_moe
@@ -36,6 +37,7 @@ def mega_moe_built(
 
     Effects: as `mega_moe`; between forward and backward no built weight is held, only parameters, which FSDP2 gathers
     again and activation checkpointing sees like any saved tensor. A compiler decides by itself what it keeps.
+    Not differentiable twice.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return mega_moe(list(xs), list(topk_ids), list(topk_weights), *build(*parameters), context=context)
@@ -63,6 +65,7 @@ class _Built(torch.autograd.Function):
         return tuple(out.to(x.dtype) for out, x in zip(outs, xs, strict=True))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         context, n = ctx.context, ctx.num_local
         kept, needs = ctx.saved_tensors, ctx.needs_input_grad[3:]

@@ -134,6 +134,13 @@ def test_compiles_once_for_any_number_of_rows() -> None:
     torch._dynamo.reset()
 
 
+def test_not_differentiable_twice() -> None:
+    x = rows().requires_grad_()
+    (dx,) = torch.autograd.grad(make()(x, torch.tensor(COUNTS)).float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.float().sum().backward()
+
+
 # ---------------------------------------------------------------- two processes
 
 
