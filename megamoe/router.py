@@ -30,27 +30,34 @@ def route(
         logits are, NaN too (its weights are then NaN), best choice first. Only the weights are differentiable.
     """
     scores = logits.sigmoid()
-    with torch.no_grad():
-        choice = scores if correction_bias is None else scores + correction_bias
-        # A NaN would rank first in one sort and last in another; behind everything, ties still give distinct ids.
-        choice = torch.where(choice.isnan(), float("-inf"), choice)
-        if config.num_groups > 1:
-            choice = _mask_groups(choice, config)
-        topk_ids = choice.topk(config.top_k, dim=-1).indices
+    topk_ids = choose_experts(scores, correction_bias, config)
     weights = scores.gather(1, topk_ids)
     if config.norm_topk:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + NORM_EPS)
     return topk_ids, weights * config.routed_scaling_factor
 
 
-def _mask_groups(choice: torch.Tensor, config: MoEConfig) -> torch.Tensor:
-    """-inf outside the `topk_groups` groups whose best two experts score highest (0 would win over a negative one)."""
-    each = config.num_experts // config.num_groups
-    grouped = choice.view(-1, config.num_groups, each)
-    group_score = grouped.topk(min(2, each), dim=-1).values.sum(dim=-1)
-    best = group_score.topk(config.topk_groups, dim=-1).indices
-    allowed = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
-    return grouped.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
+@torch.no_grad()
+def choose_experts(
+    scores: torch.Tensor, correction_bias: torch.Tensor | None, config: MoEConfig, group_best: int = 2
+) -> torch.Tensor:
+    """The K experts of each token, int64 [T, K]: distinct and in range whatever the scores [T, E] are, best first.
+
+    With groups only experts of the `topk_groups` best ones are chosen; a group's score is the sum of its best
+    `group_best` experts, biases included.
+    """
+    choice = scores if correction_bias is None else scores + correction_bias
+    # A NaN would rank first in one sort and last in another; behind everything, ties still give distinct ids.
+    choice = torch.where(choice.isnan(), float("-inf"), choice)
+    if config.num_groups > 1:
+        each = config.num_experts // config.num_groups
+        grouped = choice.view(-1, config.num_groups, each)
+        group_score = grouped.topk(min(group_best, each), dim=-1).values.sum(dim=-1)
+        best = group_score.topk(config.topk_groups, dim=-1).indices
+        allowed = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
+        # -inf and not 0: with a negative bias 0 would win
+        choice = grouped.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
+    return choice.topk(config.top_k, dim=-1).indices
 
 
 class Router(nn.Module):

@@ -13,7 +13,7 @@ import torch
 
 from megamoe.config import MoEConfig
 from megamoe.errors import MegaMoETypeError, MegaMoEValueError, expected
-from megamoe.router import NORM_EPS
+from megamoe.router import NORM_EPS, choose_experts
 
 SOFTPLUS_TAIL = -20.0
 """Below it softplus(x) equals exp(x) in fp32, and sqrt(exp(x)) = exp(x / 2) has a gradient where softplus is 0."""
@@ -111,7 +111,7 @@ def route_family(
     _check(logits, config, rule, correction_bias, topk_ids, token_mask)
     scores = rule.score(logits)
     is_all_experts = topk_ids is None and token_mask is None
-    topk_ids = _choose(scores, correction_bias, config, rule) if topk_ids is None else topk_ids.long()
+    topk_ids = choose_experts(scores, correction_bias, config, rule.group_best) if topk_ids is None else topk_ids.long()
     if token_mask is not None:
         topk_ids = torch.where(token_mask[:, None], topk_ids, -1)
     is_expert = None if is_all_experts else topk_ids >= 0
@@ -186,21 +186,3 @@ def _check(
         raise MegaMoETypeError(expected("token_mask", "bool", token_mask.dtype))
     if topk_ids is not None and topk_ids.dtype not in (torch.int32, torch.int64):
         raise MegaMoETypeError(expected("topk_ids", "int32 or int64", topk_ids.dtype))
-
-
-@torch.no_grad()
-def _choose(
-    scores: torch.Tensor, correction_bias: torch.Tensor | None, config: MoEConfig, rule: RouterFamily
-) -> torch.Tensor:
-    choice = scores if correction_bias is None else scores + correction_bias
-    # A NaN would rank first in one sort and last in another; behind everything, ties still give distinct ids.
-    choice = torch.where(choice.isnan(), float("-inf"), choice)
-    if config.num_groups > 1:
-        each = config.num_experts // config.num_groups
-        grouped = choice.view(-1, config.num_groups, each)
-        group_score = grouped.topk(min(rule.group_best, each), dim=-1).values.sum(dim=-1)
-        best = group_score.topk(config.topk_groups, dim=-1).indices
-        allowed = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
-        # -inf and not 0: with a negative bias 0 would win
-        choice = grouped.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
-    return choice.topk(config.top_k, dim=-1).indices
