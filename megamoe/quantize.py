@@ -175,5 +175,5 @@ def quantize_weight(w: torch.Tensor, recipe: Recipe, row_groups: int = 1) -> Qua
     v = torch.nn.functional.pad(v, (0, kb * BLOCK - k, 0, nb * BLOCK - each))
     v = v.view(e, row_groups, nb, BLOCK, kb, BLOCK)
     scale = scale_of(abs_max(v, (3, 5)), recipe.scale_format)
-    data = to_e4m3(v, scale).view(e, row_groups, nb * BLOCK, kb * BLOCK)[:, :, :each, :k].reshape(e, n, k)
+    data = to_e4m3(v, scale).view(e, row_groups, nb * BLOCK, kb * BLOCK)[:, :, :each, :k].reshape(e, n, k).contiguous()
     return QuantizedWeight(data, scale.view(e, row_groups * nb, kb), row_groups)

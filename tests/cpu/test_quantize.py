@@ -302,3 +302,10 @@ def test_refusals():
         quantize_weight(torch.randn(3, 4), FP32_SCALES)
     with pytest.raises(MegaMoETypeError, match="w: expected bf16, fp16 or fp32, got torch.int32"):
         quantize_weight(torch.ones(1, 2, 2, dtype=torch.int32), FP32_SCALES)
+
+
+@pytest.mark.parametrize("row_groups", [1, 2])
+def test_weights_with_partial_blocks_hold_no_padding(row_groups):
+    weight = quantize_weight(torch.randn(2, 192, 320), Recipe(), row_groups)
+    assert weight.data.is_contiguous()
+    assert weight.data.untyped_storage().nbytes() == weight.data.numel()
