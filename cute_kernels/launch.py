@@ -143,12 +143,16 @@ class Workspace:
         self.layout = layout_module.layout(
             hidden, max_tokens, top_k, num_experts, num_ranks, num_ctas, self.capacity_rows // 128
         )
-        self.blob = torch.empty(int(self.layout.size), dtype=torch.uint8, device=self.device)
+        self.blob = self._allocate(int(self.layout.size))
         self.blob[: self.layout.order].zero_()
         self.peers: torch.Tensor | None = None
         self._scratch: dict[int, Buffers] = {}
         if num_ranks == 1:
             self.connect([self.blob.data_ptr()])
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        """The blob's memory, uint8, on `device`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def connect(self, addresses: Sequence[int]) -> None:
         """Tells this rank where the blobs of all ranks lie, in the order of ranks."""
