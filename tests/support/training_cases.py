@@ -174,7 +174,7 @@ def saved_shapes_do_not_depend_on_the_routing(where: Where) -> None:
 
 
 def everything_passes_through_saved_tensors(where: Where) -> None:
-    """What is saved beside autograd escapes hooks that move it away: here the originals are spoilt after the forward."""
+    """What is saved beside autograd escapes hooks that move it away: the originals are spoilt after the forward."""
     for save in ("pool", "repull", "recompute"):
         problem = where.problem((40,), "masked")
         want = where.run(problem, where.context(problem, save=save))
