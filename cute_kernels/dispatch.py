@@ -7,13 +7,15 @@ batches, one lane a row (or piece of a row), through two halves of a few buffers
     batch b       bulk loads of elements and scales, from the source's blob (counted by `landed[half]`)
     batch b - 1   has landed: bulk stores into the pool; scales by ordinary stores, k-major
 
-Padding rows are not pulled: the prologue has counted them.
+Padding rows are not pulled: the prologue has counted them. Once the call is over (abort word), no further batch is
+begun: other ranks' memory is left alone, and what is under way is drained.
 """
 
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 
 from cute_kernels import flags, memory, trace
 from cute_kernels.prologue import CODE_BITS
+from cute_kernels.schedule import smaller
 from cute_kernels.tile_config import BLOCK
 
 
@@ -25,24 +27,29 @@ def pull(k, rows: Int32):
     arrive = k.base + k.layout.arrive + Int64(k.parity * k.max_blocks) * 4
     # of this lane: the pool row of its item in batches b - 2, b - 1, b; -1: none. Code of the item in batch b
     older, old, row, code = Int32(-1), Int32(-1), Int32(-1), Int32(-1)
-    b = Int32(0)
-    while b < (items + batch - 1) // batch + 2:
+    b, end = Int32(0), (items + batch - 1) // batch + 2
+    while b < end:
+        since = trace.begin(k)
+        # read here and used behind this batch's work, so that nobody waits for the load; no data stands behind it
+        over = flags.is_aborted(k.watch)
         older, old = old, row
         if older >= 0:
             cute.arch.cp_async_bulk_wait_group(0)  # complete, not only read from shared memory
             # writer: this lane, for its own bulk stores and (through sync_warp) the warp's scales; reader: the
             # schedulers of GEMM-1 tiles of this block, on this rank
             flags.add_release(arrive + Int64(older // 128) * 4, 1, "gpu")
-            if const_expr(k.config.trace):
-                if k.lane == 0:
-                    trace.event(k, trace.PULL, trace.ROW, trace.begin(k), older)
         cute.arch.sync_warp()
         row, code = fetch(k, b * batch + k.lane, items, pieces)
         if b * batch < items:
             start(k, b, row, code)
         if (b > 0) & ((b - 1) * batch < items):
             pass_on(k, b - 1, old)
+        if const_expr(k.config.trace):
+            if (k.lane == 0) & (row >= 0):
+                trace.event(k, trace.PULL, trace.ROW, since, row)
         b += 1
+        if cute.arch.shuffle_sync(over, 0) == 1:
+            items, end = smaller(items, b * batch), smaller(end, b + 2)
 
 
 @cute.jit

@@ -110,11 +110,15 @@ def loader(k, maps1, maps2):
         if const_expr(k.config.trace):
             if k.lane == 0:
                 trace.event(k, trace.LOADER, trace.GEMM1 + kind, since, row // TILE_M, n)
+        since = trace.begin(k)
         if is_late(k, turn) == 1:
             cute.arch.mbarrier_wait(k.free + slot, lap ^ 1)
             stage, phase = pause(k, slot, stage, phase)
             slot, lap = advance(slot, lap, k.config.ring)
         cute.arch.mbarrier_wait(k.ready, turn)
+        if const_expr(k.config.trace):
+            if k.lane == 0:
+                trace.event(k, trace.LOADER, trace.WAIT_NEXT, since)
         kind = Int32(k.todo[0])
     if k.lane == 0:
         cute.arch.mbarrier_arrive(k.taken)  # lets the scheduler leave

@@ -14,10 +14,10 @@ WORDS = 4
 
 # what an event is
 (COUNT, QUANTIZE, WAIT_COUNTS, PLACE, WAIT_HEADERS, PLAN, GEMM1, GEMM2, PAUSE, ROW, WAIT_ROWS, WAIT_TILES, ANNOUNCE,
- WAIT_HOME, SUM) = range(15)  # fmt: skip
+ WAIT_HOME, SUM, WAIT_NEXT) = range(16)  # fmt: skip
 NAMES = ("count ids", "quantise", "wait: counts", "sort ids", "wait: headers", "plan", "GEMM 1", "GEMM 2", "pause",
          "dispatch", "wait: rows of a block", "wait: GEMM-1 tiles", "announce", "wait: rows of y",
-         "combine")  # fmt: skip
+         "combine", "wait: the next tile")  # fmt: skip
 
 
 def begin(k: Any) -> Any:
@@ -70,14 +70,17 @@ class Event:
     n: int
 
 
-def events(words: Any, num_ctas: int) -> list[Event]:
-    """The events of a launch, from the int64 tensor it filled (zeroed before)."""
+def events(words: Any, num_ctas: int, first_cta: int = 0) -> list[Event]:
+    """The events of a launch, from the int64 tensor it filled (zeroed before). first_cta: number that CTA 0 gets, where
+    the events of several ranks are put together."""
     table = words.cpu().view(num_ctas, len(ROLES), CAPACITY, WORDS)
     found = []
     for cta, role, i in (table[..., 1] != 0).nonzero().tolist():
         begin_ns, end_ns, what, where = table[cta, role, i].tolist()
         name = NAMES[what & 0xFFFFFFFF]
-        found.append(Event(cta, what >> 32, ROLES[role], name, begin_ns, end_ns, where & 0xFFFFFFFF, where >> 32))
+        found.append(
+            Event(first_cta + cta, what >> 32, ROLES[role], name, begin_ns, end_ns, where & 0xFFFFFFFF, where >> 32)
+        )
     return found
 
 
@@ -92,6 +95,18 @@ def shares(found: list[Event]) -> dict[str, dict[str, float]]:
         role = result.setdefault(e.role, {})
         role[e.what] = role.get(e.what, 0.0) + (e.end_ns - e.begin_ns) / (span * ctas)
     return result
+
+
+def table(roles: dict[str, dict[str, float]]) -> str:
+    """`shares` as text: per role the share of the launch that it works, waits, and for what."""
+    lines = [f"{'role':10s} {'works':>7s} {'waits':>7s}   of the launch's time, mean over CTAs"]
+    for role in ROLES:
+        if role in roles:
+            parts = sorted(roles[role].items(), key=lambda x: -x[1])
+            waits = sum(share for what, share in parts if what.startswith("wait"))
+            text = ", ".join(f"{what} {100 * share:.1f}" for what, share in parts if share >= 0.0005)
+            lines.append(f"{role:10s} {100 * (sum(roles[role].values()) - waits):6.1f}% {100 * waits:6.1f}%   {text}")
+    return "\n".join(lines)
 
 
 def chrome(found: list[Event]) -> list[dict]:
@@ -113,13 +128,17 @@ COLOURS = {
 WAITING = "#eeeeee"
 
 
-def timeline(found: list[Event], path: str, roles: tuple[str, ...] = ("prologue", "math")) -> None:
-    """Draws a timeline as a PNG: SMs down, time across, what the roles do in colour, waiting in light grey.
+LANES = {"prologue": (-0.45, 0.9), "math": (-0.45, 0.65), "pull": (0.22, 0.23)}
+"""Where a role's events lie in the row of an SM, from its centre: begin, height."""
+
+
+def timeline(found: list[Event], path: str) -> None:
+    """Draws a timeline as a PNG: SMs down, time across, what prologue, math warps and the pulling warp (a thin line
+    below them) do in colour, waiting in light grey.
 
     Args:
         found: events of one launch.
         path: of the PNG.
-        roles: whose events are drawn, one over the other.
     """
     import matplotlib
 
@@ -129,14 +148,16 @@ def timeline(found: list[Event], path: str, roles: tuple[str, ...] = ("prologue"
 
     start = min((e.begin_ns for e in found), default=0)
     figure, axes = plt.subplots(figsize=(16, 9))
-    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    bars: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
     for e in found:
-        if e.role in roles:
+        if e.role in LANES:
             colour = WAITING if e.what.startswith("wait") else COLOURS.get(e.what, "#000000")
-            bars.setdefault((e.sm, colour), []).append(((e.begin_ns - start) / 1e3, (e.end_ns - e.begin_ns) / 1e3))
-    for (sm, colour), spans in bars.items():
-        axes.broken_barh(spans, (sm - 0.45, 0.9), facecolors=colour)
-    seen = [name for name in COLOURS if any(e.what == name and e.role in roles for e in found)]
+            span = ((e.begin_ns - start) / 1e3, (e.end_ns - e.begin_ns) / 1e3)
+            bars.setdefault((e.sm, e.role, colour), []).append(span)
+    for (sm, role, colour), spans in bars.items():
+        begin, height = LANES[role]
+        axes.broken_barh(spans, (sm + begin, height), facecolors=colour)
+    seen = [name for name in COLOURS if any(e.what == name and e.role in LANES for e in found)]
     patches = [Patch(color=COLOURS[name], label=name) for name in seen] + [Patch(color=WAITING, label="waiting")]
     axes.legend(handles=patches, ncol=len(patches), loc="upper center", bbox_to_anchor=(0.5, 1.06), frameon=False)
     axes.set(xlabel="us", ylabel="SM")

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, default=0, help="T, over all ranks; default: that of the shape, else 8192"
     )
     parser.add_argument("--routing", default="uniform", help="uniform, zipf, ... as in `megamoe bench`")
-    parser.add_argument("--ranks", type=int, default=1, help="virtual ranks; the first one is traced")
+    parser.add_argument("--ranks", type=int, default=1, help="virtual ranks, all traced")
     parser.add_argument("--save", action="store_true", help="trace a training forward")
     parser.add_argument("--out", default="trace", help="writes OUT.json (Chrome, Perfetto) and OUT.png")
 
@@ -45,11 +45,9 @@ def trace_main(arguments: argparse.Namespace) -> int:
     from cute_kernels import trace
 
     events = traced(arguments)
-    for role, shares in trace.shares(events).items():
-        print(f"{role}:")
-        for what, share in sorted(shares.items(), key=lambda x: -x[1]):
-            print(f"    {100 * share:5.1f} %  {what}")
-        print(f"    {100 * max(0.0, 1 - sum(shares.values())):5.1f} %  (nothing, or waiting in shared memory)")
+    print(trace.table(trace.shares(events)))
+    print(f"One launch, {(max(e.end_ns for e in events) - min(e.begin_ns for e in events)) / 1e3:.0f} us. Loading and")
+    print("computing include waits for the other inside a tile; what is missing to 100 % is idle, or not yet begun.")
     out = Path(arguments.out)
     out.with_suffix(".json").write_text(json.dumps(trace.chrome(events)))
     trace.timeline(events, str(out.with_suffix(".png")))
@@ -58,7 +56,7 @@ def trace_main(arguments: argparse.Namespace) -> int:
 
 
 def traced(arguments: argparse.Namespace) -> list:
-    """The events of the first rank in one launch."""
+    """The events of all ranks in one launch each."""
     shape, ranks = shape_of(arguments.shape, arguments.tokens), arguments.ranks
     per_rank = tuple(shape.num_tokens // ranks for _ in range(ranks))
     hidden, experts, top_k = shape.hidden, shape.num_experts, shape.top_k
@@ -82,12 +80,17 @@ def traced(arguments: argparse.Namespace) -> list:
             for b in buffers:
                 b.zero_()
             torch.cuda.synchronize()
+            torch.cuda._sleep(4_000_000)  # cycles: the card waits until the launches of all ranks are queued
             launch.fused_forward(
                 world.workspaces, problem.xs, problem.ids, problem.weights, weights, save=arguments.save, config=config,
                 streams=world.streams, traces=buffers,
             )  # fmt: skip
             torch.cuda.synchronize()
-        return trace.events(buffers[0], world.workspaces[0].num_ctas)
+        return [
+            event
+            for r, (b, w) in enumerate(zip(buffers, world.workspaces, strict=True))
+            for event in trace.events(b, w.num_ctas, r * w.num_ctas)
+        ]
 
 
 def _refuse_without_cute(shape: Shape, num_ranks: int) -> None:

@@ -29,7 +29,9 @@ def test_writes_both_files_and_prints_shares(tmp_path, monkeypatch, capsys):
     assert trace.trace_main(parser.parse_args(["--out", str(tmp_path / "t")])) == 0
     assert json.loads((tmp_path / "t.json").read_text())[0]["name"] == "GEMM 1"
     assert (tmp_path / "t.png").stat().st_size > 1000
-    assert "50.0 %  wait: rows of a block" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "scheduler     0.0%   50.0%   wait: rows of a block 50.0" in printed
+    assert "math        100.0%    0.0%   GEMM 1 100.0" in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU is told")

@@ -35,6 +35,15 @@ def test_events_and_shares():
     assert shares["math"] == {"GEMM 1": 3000 / 8000, "GEMM 2": 2000 / 8000}
     assert shares["scheduler"]["wait: rows of a block"] == 2000 / 8000
     assert trace.shares([]) == {}
+    second = trace.events(WORDS, 2, first_cta=2)
+    assert {e.cta for e in found + second} == {0, 1, 2, 3}
+    assert trace.shares(found + second)["math"]["GEMM 1"] == 3000 / 8000
+
+
+def test_table():
+    lines = trace.table(trace.shares(trace.events(WORDS, 2))).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["prologue", "scheduler", "math"]
+    assert "GEMM 1 37.5, GEMM 2 25.0" in lines[3] and " 62.5%" in lines[3]
 
 
 def test_names_match_constants():
