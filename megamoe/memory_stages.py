@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 from cute_kernels import workspace
 from megamoe.config import MoEConfig
 from megamoe.quantize import ceil_div
-from megamoe.recipe import BLOCK, Recipe
+from megamoe.recipe import BLOCK
 
 SaveMode: TypeAlias = Literal["none", "pool", "repull", "recompute"]
 BYTES_OF = {"fp8": 1, "bf16": 2, "fp32": 4}
@@ -26,14 +26,14 @@ class PlanOptions:
         weights: "bf16" or "fp32" masters, which train, or "fp8", frozen: no gradient and no forward copy of them.
         precision: of the recipe, "fp8" or "bf16".
         is_virtual: all ranks live in this process (a LocalWorld): what is planned is all of them together.
-        wgrad_operands: of the recipe, "bf16" or "fp8".
+        wgrad_operands: of the recipe, "bf16" or "fp8"; with precision "bf16" it says nothing.
         backend: "steps", the unfused path of torch and Triton, or "cute", the fused kernels.
     """
 
     weights: Literal["fp8", "bf16", "fp32"] = "bf16"
     precision: Literal["fp8", "bf16"] = "fp8"
     is_virtual: bool = False
-    wgrad_operands: Literal["bf16", "fp8"] = getattr(Recipe, "wgrad_operands", "bf16")
+    wgrad_operands: Literal["bf16", "fp8"] = "fp8"
     backend: Literal["steps", "cute"] = "steps"
 
 
@@ -166,7 +166,7 @@ class Call:
             return Item(name, 2 * self.rows * self.hidden, "P * H * 2")
         if self.is_fused:  # transposed e4m3 with scales along the rows
             return Item(name, self.rows * width + 4 * self.rows * width // BLOCK, "P * (2I + H) and scales")
-        return Item(name, 2 * self.rows * (self.hidden + width), "P * (2I + 2H) * 2")
+        return Item(name, 2 * self.rows * width, "P * (2I + H) * 2")
 
     def out(self, name: str) -> Item:
         return Item(name, 2 * self.tokens * self.hidden * self.local, "T * H * 2")

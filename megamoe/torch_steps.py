@@ -222,30 +222,36 @@ def wgrad_operands(
     """
     travelled = left if isinstance(left, QuantizedRows) else right
     assert isinstance(travelled, QuantizedRows)
-    a, b = (v if isinstance(v, torch.Tensor) else dequantize(v) for v in (left, right))
     scale = travelled.scale_row_major()
     if recipe.wgrad_operands == "bf16" or scale is None:
+        a, b = (v if isinstance(v, torch.Tensor) else dequantize(v) for v in (left, right))
         return a, b
     factor = scale_of(scale.amax(1), "pow2")
     factor = torch.where(factor > 2.0**100, 1.0, factor)
     up, down = torch.where(plan.token >= 0, factor, 0.0), torch.where(plan.token >= 0, 1.0 / factor, 0.0)
     of_left, of_right = (down, up) if travelled is left else (up, down)
-    return _requantize_along_rows(a, of_left, (1,)), _requantize_along_rows(b, of_right, (1, 3))
+    return _requantize_along_rows(left, of_left, (1,)), _requantize_along_rows(right, of_right, (1, 3))
 
 
-def _requantize_along_rows(x: torch.Tensor, factor: torch.Tensor, shared: tuple[int, ...]) -> torch.Tensor:
+def _requantize_along_rows(
+    x: torch.Tensor | QuantizedRows, factor: torch.Tensor, shared: tuple[int, ...]
+) -> torch.Tensor:
     """bf16 of e4m3(x * factor), scales shared over `shared` of [P / 128, 128, columns / 128, 128]; factor 0: zeros."""
-    rows, columns = x.shape
-    out = torch.empty_like(x)
+    given = QuantizedRows(x, None) if isinstance(x, torch.Tensor) else x
+    scale = given.scale_row_major()
+    rows, columns = given.data.shape
+    out = torch.empty(rows, columns, dtype=torch.bfloat16, device=given.data.device)
     for begin in range(0, rows, 64 * BLOCK):  # a bounded part at a time: fp32 copies of a whole pool are large
         part = slice(begin, min(begin + 64 * BLOCK, rows))
         kept = factor[part, None] > 0
-        v = torch.where(kept, x[part].float() * factor[part, None], 0.0)
+        some = QuantizedRows(given.data[part], None if scale is None else scale[part], groups=given.groups)
+        v = some.dequantize()
+        v = torch.where(kept, v * factor[part, None], 0.0)
         v = torch.nn.functional.pad(v, (0, -columns % BLOCK, 0, -v.shape[0] % BLOCK))
         v = v.view(v.shape[0] // BLOCK, BLOCK, v.shape[1] // BLOCK, BLOCK)
-        scale = scale_of(abs_max(v, shared), "fp32")
-        values = (to_e4m3(v, scale).float() * scale).reshape(v.shape[0] * BLOCK, -1)
-        out[part] = values[: part.stop - begin, :columns].to(x.dtype)
+        along = scale_of(abs_max(v, shared), "fp32")
+        values = (to_e4m3(v, along).float() * along).reshape(v.shape[0] * BLOCK, -1)
+        out[part] = values[: part.stop - begin, :columns].to(out.dtype)
     return out
 
 

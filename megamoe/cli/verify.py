@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="fp8", choices=("fp8", "bf16"))
     parser.add_argument("--scale-format", default="fp32", choices=("fp32", "pow2"))
     parser.add_argument("--clamp", type=float, help="limit of the gated activation")
-    parser.add_argument("--wgrad-operands", default="bf16", choices=("bf16", "fp8"), help="of the weight gradients")
+    parser.add_argument(
+        "--wgrad-operands", choices=("bf16", "fp8"), help="of the weight gradients (default: by the precision)"
+    )
     parser.add_argument("--ranks", type=int, help="virtual ranks (default: 2, or one for each entry of --tokens)")
     parser.add_argument("--shape", choices=SHAPES, help="sizes of the benchmarks, instead of the five that follow")
     parser.add_argument("--tokens", default="64", help="T of every rank, or one T for each rank: 64 or 17,0,96,1")
@@ -132,7 +134,7 @@ def describe(recipe: Recipe) -> str:
     """A recipe in a few words."""
     parts: list[str] = [recipe.precision]
     parts += [f"{recipe.scale_format} scales"] if recipe.precision == "fp8" else []
-    parts += ["fp8 operands of weight gradients"] if recipe.wgrad_operands == "fp8" else []
+    parts += [f"{recipe.wgrad_operands} operands of weight gradients"] if recipe.precision == "fp8" else []
     if recipe.clamp is not None:
         parts += [f"clamp {recipe.clamp:g} (gradients behind it are held to the emulation alone)"]
     return ", ".join(parts)

@@ -30,7 +30,7 @@ SPEC = ProblemSpec((24, 24), 256, 128, 8, 2)
         ["--tokens", "17,0,31,1", "--hidden", "320", "--intermediate", "192"],
         ["--clamp", "1", "--seeds", "1,2"],
         ["--scale-format", "pow2"],
-        ["--wgrad-operands", "fp8"],
+        ["--wgrad-operands", "bf16"],
         ["--tokens", "0"],
         ["--top-k", "8", "--ranks", "1"],
     ],
@@ -227,8 +227,6 @@ def test_refuses_devices_that_are_not_here(text, capsys):
 
 
 def test_says_what_judges_gradients_behind_a_clamp():
-    assert (
-        describe(Recipe(clamp=0.5))
-        == "fp8, fp32 scales, clamp 0.5 (gradients behind it are held to the emulation alone)"
-    )
+    text = "fp8, fp32 scales, fp8 operands of weight gradients, clamp 0.5"
+    assert describe(Recipe(clamp=0.5)) == f"{text} (gradients behind it are held to the emulation alone)"
     assert "emulation" not in describe(Recipe())

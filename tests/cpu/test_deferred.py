@@ -182,9 +182,9 @@ def test_inline_has_no_queue():
 
 
 @pytest.mark.parametrize("mode", ["inline", *MODES])
-def test_fp8_operands_of_wgrad(mode):
+def test_bf16_operands_of_wgrad(mode):
     """The recipe's operands reach weight gradients in every mode; nothing else changes."""
-    recipe = Recipe(wgrad_operands="fp8")
+    recipe = Recipe(wgrad_operands="bf16")
     got, want, other = (
         run(layer_of(m, recipe=r), (1,)) for m, r in ((mode, recipe), ("inline", recipe), ("inline", None))
     )

@@ -16,7 +16,7 @@ from tests.support.compare import assert_backward_passes, assert_bitwise, assert
 from tests.support.moe_calls import context_for, run
 
 ROUTINGS = ["uniform", "zipf", "one_expert", "masked", "duplicates"]
-RECIPES = [Recipe(), Recipe("bf16"), Recipe(scale_format="pow2"), Recipe(wgrad_operands="fp8")]
+RECIPES = [Recipe(), Recipe("bf16"), Recipe(scale_format="pow2"), Recipe(wgrad_operands="bf16")]
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def test_fused_calls_are_planned_with_the_kernels_own_layout(save: str) -> None:
 
 
 def test_wgrad_operands_follow_the_recipe() -> None:
-    assert PlanOptions().wgrad_operands == getattr(Recipe(), "wgrad_operands", "bf16")
+    assert PlanOptions().wgrad_operands == Recipe().wgrad_operands
     peaks = {
         (backend, kind): memory_plan(CONFIG, options=PlanOptions(backend=backend, wgrad_operands=kind)).stages[-1]
         for backend in ("steps", "cute")

@@ -10,13 +10,14 @@ from megamoe.recipe import Recipe
 
 
 def test_defaults_are_the_documented_ones():
-    assert Recipe() == Recipe(precision="fp8", scale_format="fp32", clamp=None, wgrad_operands="bf16")
+    assert Recipe() == Recipe(precision="fp8", scale_format="fp32", clamp=None, wgrad_operands="fp8")
+    assert Recipe("bf16") == Recipe(precision="bf16", wgrad_operands="bf16") and Recipe("bf16").wgrad_operands == "bf16"
     assert megamoe.Recipe is Recipe
 
 
 def test_is_a_cache_key():
     keys = {Recipe(), Recipe("bf16"), Recipe(scale_format="pow2"), Recipe(clamp=10.0), Recipe(clamp=7.0), Recipe()}
-    keys.add(Recipe(wgrad_operands="fp8"))
+    keys |= {Recipe(wgrad_operands="fp8"), Recipe(wgrad_operands="bf16"), Recipe("bf16", wgrad_operands="bf16")}
     assert len(keys) == 6
     with pytest.raises(dataclasses.FrozenInstanceError):
         Recipe().clamp = 1.0

@@ -226,7 +226,7 @@ def test_fp8_operands_are_balanced_before_rows_share_a_scale(side):
     a, b = steps.wgrad_operands(*pair, plan, Recipe(wgrad_operands="fp8"))
     real = plan.token >= 0
     assert not a[~real].any() and not b[~real].any(), "padding is zero on both sides"
-    exact = steps.wgrad(*steps.wgrad_operands(*pair, plan, Recipe()), plan)
+    exact = steps.wgrad(*steps.wgrad_operands(*pair, plan, Recipe(wgrad_operands="bf16")), plan)
     got = steps.wgrad(a, b, plan)
     for e in (0, 2):
         assert (got[e] - exact[e]).norm() < 0.06 * exact[e].norm()
@@ -240,7 +240,7 @@ def test_bf16_operands_are_what_travelled():
     rows = steps.quantize_rows(torch.randn(plan.num_rows, 128), FP8)
     travelled = QuantizedRows(rows.data, rows.scale.t().contiguous(), k_major=True)
     partner = torch.randn(plan.num_rows, 64).bfloat16()
-    a, b = steps.wgrad_operands(partner, travelled, plan, Recipe())
+    a, b = steps.wgrad_operands(partner, travelled, plan, Recipe(wgrad_operands="bf16"))
     assert_bitwise(a, partner, "left")
     assert_bitwise(b, travelled.dequantize(torch.bfloat16), "right")
 
@@ -262,7 +262,7 @@ def test_fp8_wgrad_operands_cost_little_and_never_read_padding():
     partner = (torch.randn(plan.num_rows, 192, generator=generator) / size).bfloat16()
     padding = plan.token < 0
     partner[padding] = float("nan")
-    exact = steps.wgrad(*steps.wgrad_operands(partner, pool, plan, Recipe()), plan)
+    exact = steps.wgrad(*steps.wgrad_operands(partner, pool, plan, Recipe(wgrad_operands="bf16")), plan)
     recipe = Recipe(wgrad_operands="fp8")
     for swap in (False, True):
         left, right = (pool, partner) if swap else (partner, pool)

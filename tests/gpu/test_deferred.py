@@ -48,7 +48,7 @@ def need(backend: str) -> None:
 
 @pytest.mark.parametrize("weights", ["bf16", "fp32"])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("backend, operands", [("triton", "bf16"), ("cute", "bf16"), ("cute", "fp8")])
+@pytest.mark.parametrize("backend, operands", [("triton", "fp8"), ("cute", "bf16"), ("cute", "fp8")])
 def test_bits_of_inline(backend, operands, ranks, weights):
     need(backend)
     options = {"recipe": Recipe(wgrad_operands=operands), "capacity": 2048 if ranks > 1 else None, "weights": weights}

@@ -167,11 +167,16 @@ def weight_gradients(
 ) -> None:
     wanted = ((dw13, operands.x, operands.x_scale), (dw2, operands.d, operands.d_scale))
     assert all((precision == "fp8") == (scale is not None) for out, _, scale in wanted if out is not None)
-    x, d = (QuantizedRows(data, scale, k_major=True).dequantize(torch.bfloat16) for _, data, scale in wanted)
-    no_rows = torch.empty(x.shape[0], dtype=torch.int32)
-    segment = RankPlan(counts, offs, no_rows, no_rows, no_rows)
+    x, d = (QuantizedRows(data, scale, k_major=True) for _, data, scale in wanted)
+    row = torch.arange(x.data.shape[0])
+    token = torch.full_like(row, -1)  # all that the steps read of it: which rows are real
+    for begin, count in zip(offs.tolist(), counts.tolist(), strict=False):
+        token[begin : begin + count] = row[begin : begin + count]
+    segment = RankPlan(counts, offs, token, token, token)
+    recipe = Recipe(wgrad_operands=precision)
     for out, a, b in ((dw2, d, operands.weighted_act), (dw13, operands.d_gate_up, x)):
         if out is not None:
+            a, b = steps.wgrad_operands(a, b, segment, recipe)
             steps.wgrad(a, b, segment, out=out if accumulate else out.fill_(float("nan")), accumulate=accumulate)
 
 

@@ -33,8 +33,7 @@ class MemoryCase:
         return memory_plan(self.config, save=self.save, tokens=self.tokens, options=options)
 
     def recipe(self) -> Recipe:
-        is_default = self.precision == "bf16" or self.wgrad_operands == PlanOptions().wgrad_operands
-        return Recipe(self.precision) if is_default else Recipe(self.precision, wgrad_operands=self.wgrad_operands)
+        return Recipe(self.precision, wgrad_operands=None if self.precision == "bf16" else self.wgrad_operands)
 
     def __str__(self) -> str:
         c = self.config

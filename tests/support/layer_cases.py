@@ -348,10 +348,11 @@ def gradient_of_each_slot(where: Where) -> None:
     where.run_checked(problem)
 
 
-def fp8_operands_of_weight_gradients(where: Where) -> None:
-    """Row 37 again, with operands of wgrad that are rounded to FP8 along rows of very different magnitudes."""
+def both_operands_of_weight_gradients(where: Where) -> None:
+    """Row 37 again, with either kind of operands; those rounded to FP8 along rows of very different magnitudes."""
     problem = where.problem((160,), num_experts=2, top_k=1)
-    where.run_checked(problem, where.context(problem, Recipe(wgrad_operands="fp8")))
+    for operands in ("bf16", "fp8"):
+        where.run_checked(problem, where.context(problem, Recipe(wgrad_operands=operands)))
     magnitude = torch.logspace(-3, 3, 160, device=where.device)[:, None]
     changed = dataclasses.replace(
         problem,
@@ -402,7 +403,7 @@ CASES: list[Callable[[Where], None]] = [
     clamp,
     interleaved_backwards,
     gradient_of_each_slot,
-    fp8_operands_of_weight_gradients,
+    both_operands_of_weight_gradients,
     ranks_agree,
     repeats,
 ]
