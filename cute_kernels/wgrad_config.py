@@ -93,12 +93,14 @@ class TransposeConfig:
 
     square: one scale for 128 rows x 128 columns, as the FP8 GEMM's B operand wants, instead of one a column.
     balanced: rows are multiplied by factors first, see `RowFactors`.
+    skips: tiles that another kernel has written already are left out.
     """
 
     width: int
     source: str
     square: bool
     balanced: bool = False
+    skips: bool = False
 
 
 def locate_tile(index, m_tiles: int, n_tiles: int, minimum: Callable = min):

@@ -12,6 +12,9 @@ from .wgrad_config import TransposeConfig, WgradConfig
 
 MAX_EXPERTS = 1024
 EVERYTHING = 1 << 30  # tasks a CTA may take: all that are left
+PIECE = 1024  # columns of a row block that `transpose_quantized` counts as one task where some are done already
+
+Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _OUT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -20,7 +23,7 @@ class WgradQueue:
     """What the wgrad GEMMs of one backward pass share; made by `plan_wgrad`.
 
     offs, counts  int32 [E + 1], [E] on the device: aligned segments, real rows
-    order         int32 [E]: experts by rows, descending
+    order         int32 [E]: experts by rows, descending, or ascending with the empty ones last
     cursors       int32 [n]: one per GEMM; a GEMM uses its cursor up
     block_rows    int32 [P / 128]: real rows of each block of 128
     """
@@ -75,7 +78,7 @@ def build_plan(ffi: bool = True):
 
     e = cute.sym_int()
     vectors = [_fake(Int32, n) for n in (cute.sym_int(), e, e, cute.sym_int(), cute.sym_int())]
-    return WgradPlan(), (*vectors, _fake_stream(ffi))
+    return WgradPlan(), (*vectors, Int32(0), _fake_stream(ffi))
 
 
 def build_transpose(config: TransposeConfig, ffi: bool = True):
@@ -88,9 +91,10 @@ def build_transpose(config: TransposeConfig, ffi: bool = True):
     x = _fake(BFloat16 if config.source == "bf16" else Float8E4M3FN, rows, width)
     scales = _fake(Float32, width // 128, rows) if config.source == "fp8" else None
     factors = _fake(Float32, rows) if config.balanced else None
+    done = _fake(Int32, 1) if config.skips else None
     s = _fake(Float32, blocks, -(-width // 256), 4) if config.square else _fake(Float32, blocks, width)
     q = _fake(Float8E4M3FN, blocks, width, 128)
-    return QuantizeTransposed(config), (x, scales, factors, _fake(Int32, blocks), q, s, _fake_stream(ffi))
+    return QuantizeTransposed(config), (x, scales, factors, _fake(Int32, blocks), done, q, s, _fake_stream(ffi))
 
 
 def build_row_factors(ffi: bool = True):
@@ -154,7 +158,9 @@ def _num_sms(device: torch.device) -> int:
 # ---------------------------------------------------------------- launching
 
 
-def plan_wgrad(offs: torch.Tensor, counts: torch.Tensor, num_rows: int, num_gemms: int = 2) -> WgradQueue:
+def plan_wgrad(
+    offs: torch.Tensor, counts: torch.Tensor, num_rows: int, num_gemms: int = 2, *, ascending: bool = False
+) -> WgradQueue:
     """Sorts the experts and sets the cursors to zero.
 
     Args:
@@ -162,6 +168,8 @@ def plan_wgrad(offs: torch.Tensor, counts: torch.Tensor, num_rows: int, num_gemm
         counts: int32 [E] on the device, real rows of each expert, at the start of its segment.
         num_rows: rows P of the pool, a multiple of 128.
         num_gemms: how many GEMMs will draw from this queue, each from its own cursor.
+        ascending: experts with few rows first, those without rows last; False: those with many rows first, so that the
+            last tasks to run are short.
 
     Effects: one kernel on the current stream, a few microseconds; no host sync; graph-safe. A queue serves each of its
     cursors once; plan again for the next backward pass.
@@ -175,7 +183,7 @@ def plan_wgrad(offs: torch.Tensor, counts: torch.Tensor, num_rows: int, num_gemm
         wrong.append(f"counts: expected 1 to {MAX_EXPERTS} experts, got {num_experts}")
     _raise(wrong, offs=offs, counts=counts)
     order, cursors, block_rows = (counts.new_empty(n) for n in (num_experts, num_gemms, num_rows // 128))
-    compiled("wgrad_plan", (), build_plan)(offs, counts, order, cursors, block_rows)
+    compiled("wgrad_plan", (), build_plan)(offs, counts, order, cursors, block_rows, int(ascending))
     return WgradQueue(offs, counts, order, cursors, block_rows)
 
 
@@ -204,6 +212,9 @@ def transpose_quantized(
     scales: torch.Tensor | None = None,
     square: bool = False,
     factors: torch.Tensor | None = None,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    done: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The transposed e4m3 copy of a pool that the FP8 GEMM reads.
 
@@ -214,6 +225,9 @@ def transpose_quantized(
         square: False for the GEMM's A operand: one scale for 128 rows of a column. True for B: one for 128 x 128.
         factors: fp32 [P] by which rows are multiplied first; None: 1. Of `row_factors`: 1 / m for the pool whose
             scales they come from, m for the other operand of the GEMM.
+        out: (q, scales) to write to; None: new ones.
+        done: int32 [1]: so many tasks of PIECE columns of a row block, blocks ascending, within one the columns
+            ascending, are written already and are left alone.
 
     Returns: q [P / 128, N, 128] e4m3, and scales [P / 128, N], or [P / 128, ceil(N / 256), 4] (two used) if square.
     Effects: one kernel on the current stream, no host sync; repeatable bit for bit. Blocks without
@@ -227,14 +241,22 @@ def transpose_quantized(
         wrong += _expect("scales", scales, (width // 128, rows), (torch.float32,))
     if factors is not None:
         wrong += _expect("factors", factors, (rows,), (torch.float32,))
-    _raise(wrong, x_PN=x_PN)
     blocks = rows // 128
-    q = x_PN.new_empty((blocks, width, 128), dtype=torch.float8_e4m3fn)
-    s = x_PN.new_empty((blocks, -(-width // 256), 4) if square else (blocks, width), dtype=torch.float32)
+    shapes = (blocks, width, 128), (blocks, -(-width // 256), 4) if square else (blocks, width)
+    if out is not None:
+        wrong += _expect("out[0]", out[0], shapes[0], (torch.float8_e4m3fn,))
+        wrong += _expect("out[1]", out[1], shapes[1], (torch.float32,))
+    if done is not None:
+        wrong += _expect("done", done, (1,), (torch.int32,))
+    _raise(wrong, x_PN=x_PN)
+    if out is None:
+        out = x_PN.new_empty(shapes[0], dtype=torch.float8_e4m3fn), x_PN.new_empty(shapes[1], dtype=torch.float32)
+    q, s = out
     if blocks:
-        config = TransposeConfig(width, "bf16" if scales is None else "fp8", square, factors is not None)
+        source = "bf16" if scales is None else "fp8"
+        config = TransposeConfig(width, source, square, factors is not None, done is not None)
         kernel = compiled("wgrad_transpose", config, lambda: build_transpose(config))
-        kernel(x_PN, scales, factors, queue.block_rows, q, s)
+        kernel(x_PN, scales, factors, queue.block_rows, done, q, s)
     return q, s
 
 
@@ -242,9 +264,9 @@ def _sources(scales: torch.Tensor | None) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16,) if scales is None else (torch.float8_e4m3fn,)
 
 
-def wgrad_bf16(
-    a_PM: torch.Tensor,
-    b_PN: torch.Tensor,
+def wgrad_gemm(
+    a: Operand,
+    b: Operand,
     queue: WgradQueue,
     out_EMN: torch.Tensor,
     *,
@@ -256,53 +278,36 @@ def wgrad_bf16(
     """out[e] = (or +=) sum over the real rows r of expert e of a[r] (outer) b[r], in fp32.
 
     Args:
-        a_PM, b_PN: [P, M], [P, N] bf16 pools, M and N multiples of 128; pad rows may hold anything.
+        a, b: M and N columns, multiples of 128. Both [P, M] and [P, N] bf16 pools, whose pad rows may hold anything; or
+            both (q, scales) of `transpose_quantized`, b with square=True: one row block's scaled sum is added after
+            the other.
         queue: from `plan_wgrad`; this call uses up its cursor number `cursor`.
         out_EMN: [E, M, N] fp32 or bf16, contiguous.
         accumulate: add to `out` (in fp32, rounded once) instead of overwriting it. Experts without rows: zeros when
             overwriting, untouched when accumulating.
-        num_ctas: default one for each SM. They stay until the queue is empty, or for `tasks_per_cta` tasks each: then
-            num_ctas * tasks_per_cta must cover all of them.
+        num_ctas: default one for each SM; with `tasks_per_cta` as many as cover all tasks.
+        tasks_per_cta: after so many tasks a CTA ends and its SM is free for other kernels; None: CTAs stay until the
+            queue is empty. num_ctas * tasks_per_cta must cover all tasks.
 
     Effects: one kernel on the current stream, no host sync; graph-safe; repeatable bit for bit, whatever the number
     of CTAs. Returns `out_EMN`.
     """
-    rows = queue.block_rows.shape[0] * 128
-    wrong = _expect("a_PM", a_PM, (rows, a_PM.shape[-1]), (torch.bfloat16,))
-    wrong += _expect("b_PN", b_PN, (rows, b_PN.shape[-1]), (torch.bfloat16,))
-    config = _config(a_PM.shape[-1], b_PN.shape[-1], "bf16", queue, out_EMN, accumulate, wrong)
-    _raise(wrong, a_PM=a_PM, b_PN=b_PN, out_EMN=out_EMN)
-    _launch(config, (a_PM, b_PN), queue, out_EMN, cursor, num_ctas, tasks_per_cta)
-    return out_EMN
-
-
-def wgrad_fp8(
-    a: tuple[torch.Tensor, torch.Tensor],
-    b: tuple[torch.Tensor, torch.Tensor],
-    queue: WgradQueue,
-    out_EMN: torch.Tensor,
-    *,
-    cursor: int = 0,
-    accumulate: bool = False,
-    num_ctas: int | None = None,
-    tasks_per_cta: int | None = None,
-) -> torch.Tensor:
-    """As `wgrad_bf16`, from transposed FP8 copies.
-
-    Args:
-        a, b: (q, scales) of `transpose_quantized`, b with square=True.
-        The rest as in `wgrad_bf16`. fp32 accumulation of one row block's scaled sum after the other.
-    """
-    (qa, sa), (qb, sb) = a, b
     blocks = queue.block_rows.shape[0]
-    width_a, width_b = qa.shape[1], qb.shape[1]
-    wrong = _expect("a[0]", qa, (blocks, width_a, 128), (torch.float8_e4m3fn,))
-    wrong += _expect("b[0]", qb, (blocks, width_b, 128), (torch.float8_e4m3fn,))
-    wrong += _expect("a[1]", sa, (blocks, width_a), (torch.float32,))
-    wrong += _expect("b[1]", sb, (blocks, -(-width_b // 256), 4), (torch.float32,))
-    config = _config(width_a, width_b, "fp8", queue, out_EMN, accumulate, wrong)
-    _raise(wrong, a=qa, b=qb, out_EMN=out_EMN)
-    _launch(config, (qa, qb, sa, sb), queue, out_EMN, cursor, num_ctas, tasks_per_cta)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        precision, (width_a, width_b), operands = "bf16", (a.shape[-1], b.shape[-1]), (a, b)
+        wrong = _expect("a", a, (blocks * 128, width_a), (torch.bfloat16,))
+        wrong += _expect("b", b, (blocks * 128, width_b), (torch.bfloat16,))
+    elif isinstance(a, tuple) and isinstance(b, tuple):
+        precision, (width_a, width_b), operands = "fp8", (a[0].shape[1], b[0].shape[1]), (a[0], b[0], a[1], b[1])
+        wrong = _expect("a[0]", a[0], (blocks, width_a, 128), (torch.float8_e4m3fn,))
+        wrong += _expect("b[0]", b[0], (blocks, width_b, 128), (torch.float8_e4m3fn,))
+        wrong += _expect("a[1]", a[1], (blocks, width_a), (torch.float32,))
+        wrong += _expect("b[1]", b[1], (blocks, -(-width_b // 256), 4), (torch.float32,))
+    else:
+        raise ValueError("a, b: expected two bf16 pools or two transposed copies, got one of each.")
+    config = _config(width_a, width_b, precision, queue, out_EMN, accumulate, wrong)
+    _raise(wrong, a=operands[0], b=operands[1], out_EMN=out_EMN)
+    _launch(config, operands, queue, out_EMN, cursor, num_ctas, tasks_per_cta)
     return out_EMN
 
 
@@ -316,6 +321,7 @@ def weight_gradients(
     precision: str = "fp8",
     accumulate: bool = False,
     num_ctas: int | None = None,
+    tasks_per_cta: int | None = None,
 ) -> None:
     """dW13[e] = sum of d_gate_up (outer) x and dW2[e] = sum of d (outer) weighted_act over the rows of e.
 
@@ -326,7 +332,8 @@ def weight_gradients(
         precision: "fp8" multiplies transposed e4m3 copies, made here with balanced rows (`RowFactors`): the fastest,
             1.1 to 1.5 dB below BF16 operands; x and d must be e4m3. "bf16" multiplies the pools as they are; x and d
             must be bf16.
-        accumulate, num_ctas: as in `wgrad_bf16`.
+        accumulate, num_ctas, tasks_per_cta: as in `wgrad_gemm`. tasks_per_cta=1 on a stream of low priority leaves
+            SMs to other kernels as tasks end.
 
     Raises: ValueError, for what the steps refuse.
     Effects: kernels on the current stream (fp8: plan, two for the rows' factors, four copies, two GEMMs), no host sync;
@@ -338,11 +345,11 @@ def weight_gradients(
         (dw13_E2IH, (operands.d_gate_up, None), (operands.x, operands.x_scale)),
     )
     for cursor, (out, (a, a_scale), (b, b_scale)) in enumerate(pairs):
-        modes = {"cursor": cursor, "accumulate": accumulate, "num_ctas": num_ctas}
+        modes = {"cursor": cursor, "accumulate": accumulate, "num_ctas": num_ctas, "tasks_per_cta": tasks_per_cta}
         if out is None:
             continue
         if precision == "bf16":
-            wgrad_bf16(a, b, queue, out, **modes)
+            wgrad_gemm(a, b, queue, out, **modes)
             continue
         scale = b_scale if a_scale is None else a_scale
         if scale is None:
@@ -352,7 +359,7 @@ def weight_gradients(
             transpose_quantized(a, queue, a_scale, False, up if a_scale is None else down),
             transpose_quantized(b, queue, b_scale, True, up if b_scale is None else down),
         )
-        wgrad_fp8(*copies, queue, out, **modes)
+        wgrad_gemm(*copies, queue, out, **modes)
 
 
 def _config(M: int, N: int, precision: str, queue: WgradQueue, out, accumulate: bool, wrong: list[str]):
@@ -368,8 +375,10 @@ def _launch(config: WgradConfig, operands, queue: WgradQueue, out, cursor: int, 
     if not 0 <= cursor < queue.cursors.shape[0]:
         raise ValueError(f"cursor: expected 0 to {queue.cursors.shape[0] - 1}, got {cursor}. Plan for more GEMMs.")
     tasks = config.tiles * queue.counts.shape[0]
-    num_ctas = min(num_ctas or _num_sms(out.device), tasks)
     limit = tasks_per_cta or EVERYTHING
+    if num_ctas is None:
+        num_ctas = _num_sms(out.device) if tasks_per_cta is None else -(-tasks // limit)
+    num_ctas = min(num_ctas, tasks)
     if num_ctas * limit < tasks:
         raise ValueError(f"tasks_per_cta: expected {num_ctas} CTAs to cover {tasks} tasks, got {limit} each.")
     if operands[0].shape[0] == 0:  # a pool without rows has no TMA descriptor

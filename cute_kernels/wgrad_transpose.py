@@ -62,9 +62,10 @@ class QuantizeTransposed:
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, scales, factors, block_rows: cute.Tensor, q: cute.Tensor, s: cute.Tensor, stream
+        self, x: cute.Tensor, scales, factors, block_rows: cute.Tensor, done, q: cute.Tensor, s: cute.Tensor, stream
     ):
-        """scales [width / 128, P] of an e4m3 pool, factors [P] if balanced: fp32, else None."""
+        """scales [width / 128, P] of an e4m3 pool, factors [P] if balanced: fp32, else None. done [1] int32 if skips:
+        of the tasks of 1024 columns, so many are left out."""
         box = cute.make_layout((128, 128), stride=(128, 1))
         tma, x_map = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (128, 128))
 
@@ -78,14 +79,24 @@ class QuantizeTransposed:
             full: cute.struct.MemRange[Int64, 1]
 
         self.shared = Shared
-        self.kernel(tma, x_map, scales, factors, block_rows, q, s).launch(
+        self.kernel(tma, x_map, scales, factors, block_rows, done, q, s).launch(
             grid=[self.config.width // 128, q.shape[0], 1],
             block=[THREADS, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, tma, x_map, scales, factors, block_rows, q, s):
+    def kernel(self, tma, x_map, scales, factors, block_rows, done, q, s):
+        if const_expr(done is None):
+            self.convert(tma, x_map, scales, factors, block_rows, q, s)
+        else:
+            column_block, block, _ = cute.arch.block_idx()
+            # writers: tasks of kernels before this one in the stream
+            if block * (-(-self.config.width // 1024)) + column_block // 8 >= done[0]:
+                self.convert(tma, x_map, scales, factors, block_rows, q, s)
+
+    @cute.jit
+    def convert(self, tma, x_map, scales, factors, block_rows, q, s):
         tid, _, _ = cute.arch.thread_idx()
         column_block, block, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()

@@ -54,26 +54,30 @@ def queue_of(counts, num_rows):
 def test_bf16_call_reports_all_violations_at_once():
     queue = queue_of([3, 5], 256)
     a, b = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(128, 256, dtype=torch.float32)
-    with pytest.raises(
-        ValueError, match="b_PN: expected shape .*\n.*b_PN: expected torch.bfloat16.*\n.*out_EMN"
-    ) as error:
-        wgrad_launch.wgrad_bf16(a, b, queue, torch.zeros(2, 128, 128))
-    assert "a_PM" not in str(error.value)
+    with pytest.raises(ValueError, match="b: expected shape .*\n.*b: expected torch.bfloat16.*\n.*out_EMN") as error:
+        wgrad_launch.wgrad_gemm(a, b, queue, torch.zeros(2, 128, 128))
+    assert "a: " not in str(error.value)
 
 
 def test_bf16_call_wants_the_device():
     a, out = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(2, 128, 128)
-    with pytest.raises(ValueError, match="a_PM: expected a CUDA tensor, got one on cpu"):
-        wgrad_launch.wgrad_bf16(a, a, queue_of([3, 5], 256), out)
+    with pytest.raises(ValueError, match="a: expected a CUDA tensor, got one on cpu"):
+        wgrad_launch.wgrad_gemm(a, a, queue_of([3, 5], 256), out)
 
 
 def test_fp8_call_checks_copies_and_scales():
     q = torch.zeros(2, 128, 128, dtype=torch.float8_e4m3fn)
     s = torch.zeros(2, 128)
     with pytest.raises(ValueError, match=r"b\[1\]: expected shape \(2, 1, 4\), got \(2, 128\)"):
-        wgrad_launch.wgrad_fp8((q, s), (q, s), queue_of([3, 5], 256), torch.zeros(2, 128, 128))
+        wgrad_launch.wgrad_gemm((q, s), (q, s), queue_of([3, 5], 256), torch.zeros(2, 128, 128))
     with pytest.raises(ValueError, match=r"a\[1\]: expected torch.float32, got torch.float64"):
-        wgrad_launch.wgrad_fp8((q, s.double()), (q, s), queue_of([3, 5], 256), torch.zeros(2, 128, 128))
+        wgrad_launch.wgrad_gemm((q, s.double()), (q, s), queue_of([3, 5], 256), torch.zeros(2, 128, 128))
+
+
+def test_operands_are_of_one_kind():
+    q, a = torch.zeros(2, 128, 128, dtype=torch.float8_e4m3fn), torch.zeros(256, 128, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="a, b: expected two bf16 pools or two transposed copies, got one of each"):
+        wgrad_launch.wgrad_gemm(a, (q, torch.zeros(2, 1, 4)), queue_of([3, 5], 256), torch.zeros(2, 128, 128))
 
 
 def test_transpose_checks_its_source():
@@ -82,6 +86,13 @@ def test_transpose_checks_its_source():
         wgrad_launch.transpose_quantized(torch.zeros(256, 128, dtype=torch.bfloat16), queue, torch.zeros(1, 256))
     with pytest.raises(ValueError, match="x_PN: expected a width that is a multiple of 128, got 100"):
         wgrad_launch.transpose_quantized(torch.zeros(256, 100, dtype=torch.bfloat16), queue)
+    x, q = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(2, 128, 128, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"out\[1\]: expected shape \(2, 1, 4\), got \(2, 128\)"):
+        wgrad_launch.transpose_quantized(x, queue, square=True, out=(q, torch.zeros(2, 128)))
+    with pytest.raises(ValueError, match=r"out\[0\]: expected torch.float8_e4m3fn, got torch.bfloat16"):
+        wgrad_launch.transpose_quantized(x, queue, out=(q.bfloat16(), torch.zeros(2, 128)))
+    with pytest.raises(ValueError, match=r"done: expected shape \(1,\), got \(2,\)"):
+        wgrad_launch.transpose_quantized(x, queue, done=torch.zeros(2, dtype=torch.int32))
 
 
 def test_plan_checks_its_arguments():
@@ -125,5 +136,5 @@ def test_fp8_weight_gradients_want_fp8_pools(monkeypatch):
 def test_weight_gradients_in_bf16_want_bf16_pools():
     queue = queue_of([3, 5], 256)
     fp8 = torch.zeros(256, 128, dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="a_PM: expected torch.bfloat16, got torch.float8_e4m3fn"):
-        wgrad_launch.wgrad_bf16(fp8, fp8.bfloat16(), queue, torch.zeros(2, 128, 128))
+    with pytest.raises(ValueError, match="a: expected torch.bfloat16, got torch.float8_e4m3fn"):
+        wgrad_launch.wgrad_gemm(fp8, fp8.bfloat16(), queue, torch.zeros(2, 128, 128))

@@ -11,8 +11,7 @@ from cute_kernels.wgrad_launch import (
     row_factors,
     transpose_quantized,
     weight_gradients,
-    wgrad_bf16,
-    wgrad_fp8,
+    wgrad_gemm,
 )
 from megamoe import gates, torch_steps
 from megamoe.quantize import quantize_rows
@@ -57,18 +56,18 @@ def test_gates_and_the_two_db_rule(dtype):
     x_bf16, d_bf16 = forward.pool.dequantize(torch.bfloat16), d_rows.dequantize(torch.bfloat16)
     m_x, m_d = row_factors(forward.pool.scale), row_factors(d_rows.scale)
     bf16 = {
-        "dW13": wgrad_bf16(grads.d_gate_up_bf16, x_bf16, queue, empty(NUM_EXPERTS, 2 * INTER, HIDDEN), cursor=0),
-        "dW2": wgrad_bf16(d_bf16, grads.weighted_act, queue, empty(NUM_EXPERTS, HIDDEN, INTER), cursor=1),
+        "dW13": wgrad_gemm(grads.d_gate_up_bf16, x_bf16, queue, empty(NUM_EXPERTS, 2 * INTER, HIDDEN), cursor=0),
+        "dW2": wgrad_gemm(d_bf16, grads.weighted_act, queue, empty(NUM_EXPERTS, HIDDEN, INTER), cursor=1),
     }
     fp8 = {
-        "dW13": wgrad_fp8(
+        "dW13": wgrad_gemm(
             transpose_quantized(grads.d_gate_up_bf16, queue, factors=m_x[0]),
             transpose_quantized(forward.pool.data, queue, forward.pool.scale, True, m_x[1]),
             queue,
             empty(NUM_EXPERTS, 2 * INTER, HIDDEN),
             cursor=2,
         ),
-        "dW2": wgrad_fp8(
+        "dW2": wgrad_gemm(
             transpose_quantized(d_rows.data, queue, d_rows.scale, False, m_d[1]),
             transpose_quantized(grads.weighted_act, queue, None, True, m_d[0]),
             queue,
