@@ -62,6 +62,12 @@ WGRADS: tuple[WgradConfig, ...] = (
     WgradConfig(128, 128, 64, warps=4, stages=3),
     WgradConfig(128, 128, 64, warps=8, stages=3),
 )
+FP8_WGRADS: tuple[GemmConfig, ...] = (
+    GemmConfig(64, 128, 128, warps=4, stages=3),
+    GemmConfig(128, 64, 128, warps=8, stages=3, pair=True),
+    GemmConfig(128, 128, 128, warps=8, stages=4),
+    GemmConfig(64, 64, 128, warps=4, stages=4),
+)
 
 
 def pick_gemm(k: int, scaled: bool) -> GemmConfig:
@@ -77,5 +83,10 @@ def pick_gemm(k: int, scaled: bool) -> GemmConfig:
 
 
 def pick_wgrad() -> WgradConfig:
-    """The configuration of wgrad."""
+    """The configuration of wgrad with bf16 operands."""
     return WGRADS[0]
+
+
+def pick_fp8_wgrad() -> GemmConfig:
+    """The configuration of wgrad with FP8 operands."""
+    return FP8_WGRADS[0]

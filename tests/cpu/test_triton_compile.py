@@ -33,10 +33,12 @@ def check(kernels: list[dict]) -> None:
     by_name: dict[str, list[dict]] = {}
     for kernel in kernels:
         by_name.setdefault(kernel["name"], []).append(kernel)
-    assert all(k["fp8_mma"] and k["tma_loads"] for k in by_name["_scaled_gemm_kernel"])
+    for name in ("_scaled_gemm_kernel", "_scaled_wgrad_kernel"):
+        assert all(k["fp8_mma"] and k["tma_loads"] for k in by_name[name])
     assert all(k["bf16_mma"] and k["tma_loads"] for k in by_name["_plain_gemm_kernel"] + by_name["_wgrad_kernel"])
     assert all(k["approximate"] for name in ("_swiglu_kernel", "_swiglu_backward_kernel") for k in by_name[name])
-    assert all(k["saturating"] for name in ("_quantize_rows_kernel", "_quantize_weight_kernel") for k in by_name[name])
+    quantisers = ("_quantize_rows_kernel", "_quantize_weight_kernel", "_transpose_kernel")
+    assert all(k["saturating"] for name in quantisers for k in by_name[name])
     for k in by_name["_transpose_words_kernel"]:
         assert not k["saturating"], f"{k}: bytes are not taken apart where they were rounded"
     for k in by_name["_swiglu_kernel"] + by_name["_swiglu_backward_kernel"]:  # products and sums round one by one

@@ -323,15 +323,88 @@ def test_wgrad(m, n, dtype, device):
         assert_bitwise(triton_kernels.wgrad(a, b, plan).cpu(), out.cpu(), "a new tensor")
 
 
+@pytest.mark.parametrize("travelled_left", [False, True])
 @pytest.mark.parametrize("operands", ["bf16", "fp8"])
-def test_wgrad_operands(operands, device):
+def test_wgrad_operands(operands, travelled_left, device):
     recipe = Recipe(wgrad_operands=operands)
-    plan = ragged_plan([64, 0, 130], device)
-    travelled, partner = random_pool(plan.num_rows, 200, recipe), torch.randn(plan.num_rows, 72).bfloat16()
-    want = torch_steps.wgrad_operands(partner, travelled, to_cpu(plan), recipe)
-    got = triton_kernels.wgrad_operands(partner.to(device), quantized_to(travelled, device), plan, recipe)
+    plan = ragged_plan([64, 0, 130, 1], device)
+    pair, there = wgrad_pair(plan, travelled_left, device)
+    want = torch_steps.wgrad_operands(*pair, to_cpu(plan), recipe)
+    got = triton_kernels.wgrad_operands(*there, plan, recipe)
     for name, a, b in zip(("left", "right"), got, want, strict=True):
-        assert_same_values(a, b, name)
+        a = a if operands == "bf16" else a.dequantize(torch.bfloat16)
+        real = (plan.token >= 0).cpu() if operands == "bf16" else slice(None)
+        assert_same_values(a.cpu()[real], b[real], name)
+
+
+def wgrad_pair(plan: RankPlan, travelled_left: bool, device: torch.device, widths: tuple[int, int] = (200, 72)):
+    """A pair for `wgrad_operands` on the CPU and on the device, of very different rows; its padding holds NaN."""
+    size = torch.exp2(torch.randint(-9, 9, (plan.num_rows, 1)).float())
+    rows = torch_steps.quantize_rows(torch.randn(plan.num_rows, widths[0]) * size, Recipe())
+    rows.scale[5, 1] = float("inf")
+    rows.scale[7] = 2.0**-100
+    partner = (torch.randn(plan.num_rows, widths[1]) / size).bfloat16()
+    partner[3, 4], partner[:, 9] = float("nan"), 0.0
+    padding = (plan.token < 0).cpu()
+    rows.scale[padding], partner[padding] = float("nan"), float("nan")
+    rows.data[padding] = nan_like(rows.data[padding])
+    travelled = QuantizedRows(rows.data, rows.scale.t().contiguous(), k_major=True)
+    pair = (travelled, partner) if travelled_left else (partner, travelled)
+    there = tuple(v.to(device) if isinstance(v, torch.Tensor) else quantized_to(v, device) for v in pair)
+    return pair, there
+
+
+@pytest.mark.parametrize("m,n", [(128, 256), (200, 72), (9, 130)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wgrad_of_fp8_operands(m, n, dtype, device):
+    """Near the emulation, whose operands are rounded to bf16 once more; with their exact values as near as any GEMM."""
+    recipe = Recipe(wgrad_operands="fp8")
+    plan = ragged_plan([64, 0, 130, 1, 257], device)
+    travelled, partner = random_pool(plan.num_rows, n, recipe), torch.randn(plan.num_rows, m).bfloat16()
+    padding = (plan.token < 0).cpu()
+    travelled.data[padding], partner[padding] = nan_like(travelled.data[padding]), float("nan")
+    operands = triton_kernels.wgrad_operands(partner.to(device), quantized_to(travelled, device), plan, recipe)
+    out = nan_like(torch.empty(5, m, n, dtype=dtype)).to(device)
+    assert triton_kernels.wgrad(*operands, plan, out) is out
+    exact = sum_of_products(*(v.dequantize().cpu() for v in operands), to_cpu(plan))
+    assert_close(out, exact.to(dtype), 2e-4 if dtype == torch.float32 else 2e-3, "overwrite")
+    emulated = torch_steps.wgrad_operands(partner, travelled, to_cpu(plan), recipe)
+    assert_close(out, torch_steps.wgrad(*emulated, to_cpu(plan)).to(dtype), 4e-3, "the emulation")
+    assert not bool(out[1].abs().sum()), "an expert without rows"
+    before = torch.randn(5, m, n).to(dtype)
+    got = triton_kernels.wgrad(*operands, plan, before.clone().to(device), accumulate=True)
+    assert_close(got, (before.float() + exact).to(dtype), 2e-4 if dtype == torch.float32 else 2e-3, "accumulate")
+    assert_bitwise(got[1].cpu(), before[1], "an expert without rows")
+    if dtype == torch.float32:
+        assert_bitwise(triton_kernels.wgrad(*operands, plan).cpu(), out.cpu(), "a new tensor")
+
+
+def sum_of_products(a: torch.Tensor, b: torch.Tensor, plan: RankPlan) -> torch.Tensor:
+    """fp32 [E, M, N], summed in fp64."""
+    out = torch.zeros(plan.counts.shape[0], a.shape[1], b.shape[1])
+    for e, begin, end in torch_steps.segments(plan):
+        out[e] = (a[begin:end].double().t() @ b[begin:end].double()).float()
+    return out
+
+
+@pytest.mark.parametrize("config", configs.FP8_WGRADS, ids=str)
+def test_fp8_wgrad_configurations_give_the_same_bits(config, device):
+    recipe = Recipe(wgrad_operands="fp8")
+    plan = ragged_plan([130, 0, 5], device)
+    _, there = wgrad_pair(plan, False, device, (192, 272))
+    operands = triton_kernels.wgrad_operands(*there, plan, recipe)
+    want = triton_kernels.wgrad(*operands, plan, config=configs.FP8_WGRADS[0])
+    assert_same_values(triton_kernels.wgrad(*operands, plan, config=config), want.cpu(), str(config))
+
+
+def test_fp8_wgrad_without_rows(device):
+    recipe = Recipe(wgrad_operands="fp8")
+    plan = ragged_plan([0, 0], device)
+    pool = quantized_to(random_pool(0, 128, recipe), device)
+    operands = triton_kernels.wgrad_operands(torch.empty(0, 64, device=device).bfloat16(), pool, plan, recipe)
+    assert not bool(triton_kernels.wgrad(*operands, plan).any())
+    before = torch.randn(2, 64, 128, device=device)
+    assert_bitwise(triton_kernels.wgrad(*operands, plan, before.clone(), accumulate=True), before, "accumulate")
 
 
 def test_every_step_is_there():

@@ -63,6 +63,46 @@ def test_wgrad_configurations(config, m, n, device):
     assert_bitwise(got, triton_kernels.wgrad(a.to(device), b.to(device), there), "against the chosen one")
 
 
+@pytest.mark.parametrize("config", configs.FP8_WGRADS, ids=str)
+@pytest.mark.parametrize("m,n", [(512, 256), (200, 72), (130, 1300)])
+def test_fp8_wgrad_configurations(config, m, n, device):
+    """Against the exact sums of the operands, and bit for bit against the chosen configuration and a second run."""
+    counts = [*COUNTS, 1200]
+    there, here = make_plans(counts, device)
+    rows, partner = random_pool(here.num_rows, n, Recipe()), torch.randn(here.num_rows, m).bfloat16()
+    padding = here.token < 0
+    rows.data[padding], partner[padding] = nan_like(rows.data[padding]), float("nan")
+    operands = triton_kernels.wgrad_operands(
+        partner.to(device), rows_to(rows, device), there, Recipe(wgrad_operands="fp8")
+    )
+    a, b = (v.dequantize().double().cpu() for v in operands)
+    want = torch.zeros(len(counts), m, n)
+    for e, begin, end in torch_steps.segments(here):
+        want[e] = (a[begin:end].t() @ b[begin:end]).float()
+    got = triton_kernels.wgrad(*operands, there, nan_like(want).to(device), config=config)
+    assert_close(got, want, 2e-4, str(config))
+    assert not bool(got[1].any()), "an expert without rows"
+    assert_bitwise(triton_kernels.wgrad(*operands, there, config=config), got, "repeat")
+    assert_bitwise(got, triton_kernels.wgrad(*operands, there), "against the chosen one")
+
+
+@pytest.mark.parametrize("travelled_left", [False, True])
+def test_fp8_operands_of_wgrad_have_the_bytes_of_the_rule(travelled_left, device):
+    """Rows of 18 binades, padding of NaN: once in bf16 every value is that of `torch_steps`."""
+    there, here = make_plans([130, 0, 300, 1, 64, 1000], device)
+    size = torch.exp2(torch.randint(-9, 9, (here.num_rows, 1)).float())
+    rows, partner = random_pool(here.num_rows, 1024, Recipe()), (torch.randn(here.num_rows, 712) / size).bfloat16()
+    rows.scale.mul_(size.t())
+    padding = here.token < 0
+    rows.scale[:, padding], partner[padding] = float("nan"), float("nan")
+    pair = (rows, partner) if travelled_left else (partner, rows)
+    want = torch_steps.wgrad_operands(*pair, here, Recipe(wgrad_operands="fp8"))
+    moved = [v.to(device) if isinstance(v, torch.Tensor) else rows_to(v, device) for v in pair]
+    got = triton_kernels.wgrad_operands(*moved, there, Recipe(wgrad_operands="fp8"))
+    for name, a, b in zip(("left", "right"), got, want, strict=True):
+        assert_same_values(a.dequantize(torch.bfloat16), b, name)
+
+
 def test_tma_and_masked_loads_give_the_same_bits(device):
     """The same operands at an address that no descriptor takes."""
     (rows, weight, plan), _ = gemm_operands(Recipe(), COUNTS, 256, 512, device)

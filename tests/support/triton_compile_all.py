@@ -55,9 +55,13 @@ def launch_everything(every: bool) -> None:
         triton_kernels.grouped_gemm(plain, b13, mine, config=config)
     for wgrad_config in configs.WGRADS[:count]:
         triton_kernels.wgrad(gate_up, plain.data, mine, config=wgrad_config)
+    operands = triton_kernels.wgrad_operands(gate_up, pool, mine, fp8)
+    for config in configs.FP8_WGRADS[:count]:
+        triton_kernels.wgrad(*operands, mine, config=config)
     if every:
         triton_kernels.grouped_gemm(pool, q13, mine, torch.float32)
-        triton_kernels.wgrad(gate_up, plain.data, mine, torch.empty(EXPERTS, 2 * INTER, HIDDEN).bfloat16(), True)
+        for pair in ((gate_up, plain.data), operands):
+            triton_kernels.wgrad(*pair, mine, torch.empty(EXPERTS, 2 * INTER, HIDDEN).bfloat16(), True)
 
 
 def facts(kernel: Compiled) -> dict[str, object]:
