@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from megamoe.errors import MegaMoEValueError, expected
+from megamoe.errors import MegaMoETypeError, MegaMoEValueError, expected
 
 BLOCK = 128
 """Channels of one activation scale, rows and columns of one weight scale, rows to which a segment is aligned."""
@@ -32,7 +32,7 @@ class Recipe:
             None: by the precision; with precision "bf16" there is only "bf16".
 
     Raises:
-        MegaMoEValueError: for a value outside these.
+        MegaMoETypeError: for a clamp that is no number. MegaMoEValueError: for a value outside these.
     """
 
     precision: Literal["fp8", "bf16"] = "fp8"
@@ -45,6 +45,8 @@ class Recipe:
             raise MegaMoEValueError(expected("precision", "'fp8' or 'bf16'", repr(self.precision)))
         if self.scale_format not in ("fp32", "pow2"):
             raise MegaMoEValueError(expected("scale_format", "'fp32' or 'pow2'", repr(self.scale_format)))
+        if self.clamp is not None and (not isinstance(self.clamp, (int, float)) or isinstance(self.clamp, bool)):
+            raise MegaMoETypeError(expected("clamp", "a number or None", repr(self.clamp)))
         if self.clamp is not None and not 0 < self.clamp < float("inf"):
             raise MegaMoEValueError(expected("clamp", "a positive finite limit or None", self.clamp))
         if self.wgrad_operands is None:  # equal recipes compare and hash equal, however they are spelled

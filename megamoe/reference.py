@@ -96,13 +96,17 @@ def oracle_forward(inputs: Inputs, clamp: float | None = None) -> Forward:
     return Forward(out, _cat(gate_ups, x, w13.shape[1]), _cat(hs, x, w2.shape[2]), _cat(ys, x, x.shape[1]))
 
 
-def oracle_backward(inputs: Inputs, dout_TH: torch.Tensor, clamp: float | None = None) -> Backward:
+def oracle_backward(
+    inputs: Inputs, dout_TH: torch.Tensor, clamp: float | None = None, masked_by_P2I: torch.Tensor | None = None
+) -> Backward:
     """The gradients of `oracle_forward`, written out; masks of the clamp let equality pass.
 
     Args:
         inputs: as for the forward.
         dout_TH: the gradient of out.
         clamp: as for the forward.
+        masked_by_P2I: gate/up rows, in the order of `Forward.gate_up_P2I`, that decide the masks, as a value that
+            rounding moved across the limit has the gradient of where it is; None: those of the oracle itself.
 
     Returns:
         Backward in fp64; experts without rows have exactly zero gradient, slots without an expert too.
@@ -112,6 +116,7 @@ def oracle_backward(inputs: Inputs, dout_TH: torch.Tensor, clamp: float | None =
     dx, dp, dw13, dw2 = (torch.zeros_like(v) for v in (x, p, w13, w2))
     spread = torch.zeros_like(p)
     stages: list[list[torch.Tensor]] = [[], [], [], []]
+    row = 0
     for e, token, slot in routed(inputs.topk_ids_TK):
         raw = x[token] @ w13[e].t()
         gate, up = _clamp(raw, clamp)
@@ -125,9 +130,11 @@ def oracle_backward(inputs: Inputs, dout_TH: torch.Tensor, clamp: float | None =
         d_gate = d_act * up * sigma * (1 + gate * (1 - sigma))
         d_up = d_act * gate * sigma
         if clamp is not None:
-            raw_gate, raw_up = raw.chunk(2, dim=1)
+            judge = raw if masked_by_P2I is None else masked_by_P2I[row : row + token.shape[0]]
+            raw_gate, raw_up = judge.chunk(2, dim=1)
             d_gate = d_gate * (raw_gate <= clamp)
             d_up = d_up * (raw_up.abs() <= clamp)
+        row += token.shape[0]
         d_gate_up = torch.cat([d_gate, d_up], dim=1)
         dx_rows = d_gate_up @ w13[e]
         dx.index_add_(0, token, dx_rows)

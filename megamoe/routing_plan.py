@@ -181,5 +181,5 @@ def _pool_rows(needed: torch.Tensor, num_rows: int | None, checked: bool, rank: 
     enough = int(needed)
     if num_rows is not None and enough > num_rows:
         contract = f"at least {enough} rows for rank {rank}"
-        raise CapacityError(expected("num_rows", contract, num_rows, "Raise the capacity."))
+        raise CapacityError(expected("capacity", contract, num_rows, "Raise it, or leave it out."))
     return enough if num_rows is None else num_rows

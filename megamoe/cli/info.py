@@ -12,6 +12,7 @@ import torch
 
 from megamoe._version import __version__
 from megamoe.backends import BACKENDS, Problem, resolve, why_not
+from megamoe.cli.problem import ProblemSpec, spelled_as_options
 from megamoe.recipe import Recipe
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "safetensors", "transformers")
@@ -74,6 +75,8 @@ def environment() -> dict[str, str]:
 
 def info_main(args: argparse.Namespace) -> int:
     """Run `megamoe info`; returns its exit status."""
+    with spelled_as_options():
+        ProblemSpec((1,), args.hidden, args.intermediate, args.experts, args.top_k)
     sizes = {
         "hidden_size": args.hidden,
         "intermediate_size": args.intermediate,

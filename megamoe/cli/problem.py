@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
 
-from megamoe.errors import MegaMoEValueError, expected
+from megamoe.errors import MegaMoEError, MegaMoEValueError, expected
 from megamoe.quantize import QuantizedWeight
 from megamoe.reference import Inputs
 from megamoe.routing_plan import experts_per_rank
@@ -58,14 +60,15 @@ class ProblemSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (self.hidden, self.intermediate, self.top_k)
-        if min(sizes) < 1 or not self.num_tokens or min(self.num_tokens) < 0:
-            raise MegaMoEValueError(
-                expected("num_tokens, hidden, intermediate, top_k", "positive sizes, T >= 0 for each rank", self)
-            )
-        experts_per_rank(self.num_experts, self.num_ranks)
+        sizes = {"hidden": self.hidden, "intermediate": self.intermediate, "top_k": self.top_k}
+        problems = [expected(name, "at least 1", size) for name, size in sizes.items() if size < 1]
+        if not self.num_tokens or min(self.num_tokens) < 0:
+            problems.append(expected("num_tokens", "T >= 0 for each rank", self.num_tokens))
         if self.routing not in ROUTINGS:
-            raise MegaMoEValueError(expected("routing", f"one of {', '.join(ROUTINGS)}", repr(self.routing)))
+            problems.append(expected("routing", f"one of {', '.join(ROUTINGS)}", repr(self.routing)))
+        if problems:
+            raise MegaMoEValueError("\n".join(problems))
+        experts_per_rank(self.num_experts, self.num_ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -77,6 +80,21 @@ class ProblemSpec:
             f"R={self.num_ranks} T={tokens} H={self.hidden} I={self.intermediate} E={self.num_experts} "
             f"K={self.top_k} {self.routing} seed={self.seed}"
         )
+
+
+OPTIONS = {"num_experts": "--experts", "num_tokens": "--tokens"}
+"""Fields of ProblemSpec and Recipe whose option has another name than theirs."""
+
+
+@contextlib.contextmanager
+def spelled_as_options() -> Iterator[None]:
+    """Inside, refusals of a ProblemSpec or a Recipe name the options of the command line in place of the fields."""
+    try:
+        yield
+    except MegaMoEError as error:
+        lines = [line.partition(":") for line in str(error).splitlines()]
+        spelled = [OPTIONS.get(name, "--" + name.replace("_", "-")) + colon + rest for name, colon, rest in lines]
+        raise type(error)("\n".join(spelled)) from None
 
 
 @dataclasses.dataclass(frozen=True)

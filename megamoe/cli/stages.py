@@ -247,11 +247,16 @@ class Oracle:
     expert_P: torch.Tensor
 
 
-def run_oracle(problem: Problem, clamp: float | None) -> Oracle:
-    """The oracle on one rank that holds every token."""
+def run_oracle(problem: Problem, clamp: float | None, gate_up: torch.Tensor | None = None) -> Oracle:
+    """The oracle on one rank that holds every token.
+
+    Args:
+        problem: the call. clamp: of its recipe.
+        gate_up: a backend's rows, which decide the masks of the clamp's gradients; None: the oracle's own.
+    """
     inputs = problem.global_inputs()
     forward = oracle_forward(inputs, clamp)
-    backward = oracle_backward(inputs, torch.cat(problem.douts), clamp)
+    backward = oracle_backward(inputs, torch.cat(problem.douts), clamp, gate_up)
     assert backward.rows is not None and backward.dp_spread_TK is not None
     order = routed(inputs.topk_ids_TK)
     device = inputs.x_TH.device
@@ -309,24 +314,20 @@ def judge(got: Values, beside: Values, oracle: Oracle, recipe: Recipe, least_db:
         oracle, recipe: of the same problem.
         least_db: bound against `beside`; None: that of the emulation.
 
-    With a clamp, gradients are held to `beside` instead of the oracle: a value at the limit that rounding moves across
-    it flips its mask, and a right gradient then misses the oracle's gates.
+    With a clamp, a value at the limit that rounding moves across it flips its mask: oracle and `beside` then have to
+    take their masks from `got`'s gate and up, as `verify_problem` makes them.
     """
-    gates, clamped = GATES[recipe.precision], recipe.clamp is not None
+    gates = GATES[recipe.precision]
     if least_db is not None:
         gates = dataclasses.replace(gates, emulation_db=least_db)
-    return [
-        _judge(stage, got[stage], beside[stage], oracle, gates, clamped and stage in AFTER_MASKS)
-        for stage in KINDS
-        if stage in got
-    ]
+    return [_judge(stage, got[stage], beside[stage], oracle, gates) for stage in KINDS if stage in got]
 
 
 AFTER_MASKS = frozenset({"d_gate_up", "dX", "dp", "dx", "dW13"})
 """Stages behind the masks of the clamp (dp: behind values at the limit)."""
 
 
-def _judge(stage: str, got: Value, emulated: Value, oracle: Oracle, gates: Gates, skip_oracle: bool) -> Verdict:
+def _judge(stage: str, got: Value, emulated: Value, oracle: Oracle, gates: Gates) -> Verdict:
     kind, want = KINDS[stage], oracle.values[stage]
     tensor = got.tensor.double()
     whole_db, error = sqnr_db(tensor, want), rel_l2(tensor, want)
@@ -351,15 +352,14 @@ def _judge(stage: str, got: Value, emulated: Value, oracle: Oracle, gates: Gates
         if not holds:  # NaN holds nothing
             failures.append(text)
 
-    if not skip_oracle:
-        if kind == "slots":
-            gate(ratio <= gates.weight_grad, f"{ratio:.3g} of its spread > {gates.weight_grad}")
-        else:
-            gate(whole_db >= gates.tensor_db, f"{whole_db:.1f} dB < {gates.tensor_db:g}")
-        if stage in ("out", "dx"):
-            gate(ratio <= gates.row, f"row {row}: {ratio:.3g} > {gates.row}")
-        if expert_db is not None:
-            gate(expert_db >= gates.expert_db, f"expert {expert}: {expert_db:.1f} dB < {gates.expert_db:g}")
+    if kind == "slots":
+        gate(ratio <= gates.weight_grad, f"{ratio:.3g} of its spread > {gates.weight_grad}")
+    else:
+        gate(whole_db >= gates.tensor_db, f"{whole_db:.1f} dB < {gates.tensor_db:g}")
+    if stage in ("out", "dx"):
+        gate(ratio <= gates.row, f"row {row}: {ratio:.3g} > {gates.row}")
+    if expert_db is not None:
+        gate(expert_db >= gates.expert_db, f"expert {expert}: {expert_db:.1f} dB < {gates.expert_db:g}")
     gate(is_bitwise or emulation_db >= gates.emulation_db, f"beside: {emulation_db:.1f} dB < {gates.emulation_db:g}")
     return Verdict(stage, whole_db, error, ratio, row, expert_db, expert, is_bitwise, emulation_db, tuple(failures))
 
@@ -385,9 +385,10 @@ def verify_problem(
     name, got = run_backend(backend, problem, recipe)
     progress("emulation")
     emulated = emulate(problem, recipe)
-    if recipe.clamp is not None and "gate_up" in got:  # masks look at the backend's own values
-        own = emulate(problem, recipe, got["gate_up"].tensor)
+    masked_by = got["gate_up"].tensor if recipe.clamp is not None and "gate_up" in got else None
+    if masked_by is not None:  # masks look at the backend's own values
+        own = emulate(problem, recipe, masked_by)
         emulated |= {stage: own[stage] for stage in AFTER_MASKS}
     progress("oracle")
-    oracle = run_oracle(problem, recipe.clamp)
+    oracle = run_oracle(problem, recipe.clamp, masked_by)
     return name, judge(got, emulated, oracle, recipe)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megamoe._version import __version__
-from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape, make_problem
+from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape, make_problem, spelled_as_options
 from megamoe.cli.stages import Verdict, verify_problem
 from megamoe.errors import MegaMoEValueError, expected
 from megamoe.recipe import Recipe
@@ -101,8 +101,9 @@ def specs_of(args: argparse.Namespace) -> Iterator[ProblemSpec]:
 
 def verify_main(args: argparse.Namespace) -> int:
     """Run `megamoe verify`; returns its exit status."""
-    recipe = Recipe(args.precision, args.scale_format, args.clamp, args.wgrad_operands)
-    specs = list(specs_of(args))
+    with spelled_as_options():
+        recipe = Recipe(args.precision, args.scale_format, args.clamp, args.wgrad_operands)
+        specs = list(specs_of(args))
     device = device_of(args.device)
     reports: list[dict[str, object]] = []
     num_passed = 0
@@ -136,7 +137,7 @@ def describe(recipe: Recipe) -> str:
     parts += [f"{recipe.scale_format} scales"] if recipe.precision == "fp8" else []
     parts += [f"{recipe.wgrad_operands} operands of weight gradients"] if recipe.precision == "fp8" else []
     if recipe.clamp is not None:
-        parts += [f"clamp {recipe.clamp:g} (gradients behind it are held to the emulation alone)"]
+        parts += [f"clamp {recipe.clamp:g} (masks of the gradients by the backend's own gate and up)"]
     return ", ".join(parts)
 
 

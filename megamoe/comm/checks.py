@@ -48,7 +48,7 @@ class Arguments:
     """The tensors of a dispatch, an entry for each local rank; no entry for None.
 
     Raises:
-        MegaMoETypeError: x is neither a tensor, nor a pair of tensors, nor a list of these.
+        MegaMoETypeError: an argument is neither a tensor, nor (x) a pair of tensors, nor a list of these.
     """
 
     x: list[Any]
@@ -56,10 +56,13 @@ class Arguments:
     topk_weights: list[torch.Tensor]
 
     def __post_init__(self) -> None:
-        everything = [*flat(self.x), *self.topk_ids, *self.topk_weights]
-        if not self.x or not all(isinstance(part, torch.Tensor) for part in everything):
-            kinds = sorted({type(part).__name__ for part in everything}) if self.x else None
-            raise MegaMoETypeError(expected("x, topk_ids, topk_weights", "tensors, or lists of them", kinds))
+        given = {"x": flat(self.x), "topk_ids": self.topk_ids, "topk_weights": self.topk_weights}
+        problems = Problems()
+        for name, parts in given.items():
+            kinds = sorted({type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)})
+            if kinds or (name == "x" and not parts):
+                problems.type(name, "a tensor, or a list of them", " and ".join(kinds) or None)
+        problems.raise_any()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -134,7 +137,8 @@ def check_combine(
     if not isinstance(handle, Handle):
         problems.type("handle", "the Handle of a dispatch", type(handle).__name__)
         return problems
-    _check_lists(problems, handle.transport, y=y, topk_weights=topk_weights or y, bias=bias or y)
+    given = {"y": y, "topk_weights": topk_weights, "bias": bias}
+    _check_lists(problems, handle.transport, **{name: part for name, part in given.items() if part or name == "y"})
     if problems.error() is not None:
         return problems
     expand = handle.token_plan is None

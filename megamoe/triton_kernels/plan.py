@@ -152,7 +152,7 @@ def make_plan(
         for r, n in enumerate(needed):
             if num_rows is not None and n > num_rows:
                 contract = f"at least {n} rows for rank {r}"
-                raise CapacityError(expected("num_rows", contract, num_rows, "Raise the capacity."))
+                raise CapacityError(expected("capacity", contract, num_rows, "Raise it, or leave it out."))
         sizes = needed if num_rows is None else sizes
     most = max(sizes)
     rows_of = torch.full((3, num_ranks, most), -1, dtype=torch.int32, device=device)

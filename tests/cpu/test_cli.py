@@ -68,6 +68,13 @@ def test_info_says_what_runs_and_why_not(capsys):
     assert "H = 320, I = 2048" in text and "torch   fp8   runs" in text
 
 
+def test_info_refuses_what_is_no_layer(capsys):
+    assert main(["info", "--hidden", "0", "--top-k", "-1"]) == 1
+    assert capsys.readouterr().err == (
+        "megamoe info: --hidden: expected at least 1, got 0.\n--top-k: expected at least 1, got -1.\n"
+    )
+
+
 def test_info_names_what_is_missing(capsys, monkeypatch):
     from importlib.metadata import PackageNotFoundError
 

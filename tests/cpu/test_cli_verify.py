@@ -132,6 +132,30 @@ def test_masks_are_judged_by_the_backends_own_gate_and_up(monkeypatch):
     assert not [v for v in verdicts if v.failures and v.stage in stages.AFTER_MASKS]
 
 
+MASK_FAULTS = {
+    "no masks": lambda gate_up, recipe: (gate_up.clamp(-recipe.clamp, recipe.clamp), recipe),
+    "a mask twice as wide": lambda gate_up, recipe: (gate_up, dataclasses.replace(recipe, clamp=2 * recipe.clamp)),
+    "masks of up for gate": lambda gate_up, recipe: (gate_up.roll(gate_up.shape[1] // 2, 1), recipe),
+}
+
+
+@pytest.mark.parametrize("fault", MASK_FAULTS)
+def test_masks_that_are_wrong_in_the_emulation_itself_are_red(fault, monkeypatch, capsys):
+    """The torch backend is the emulation: only the oracle can tell that its gradients behind a clamp are wrong."""
+    change, original = MASK_FAULTS[fault], torch_steps.swiglu_backward
+    options = ["verify", "--backend", "torch", "--device", "cpu", *SMALL, "--clamp", "0.5"]
+    assert main(options) == 0
+
+    def wrong(dh, gate_up, weight, recipe, **options):
+        return original(dh, *change(gate_up, recipe)[:1], weight, change(gate_up, recipe)[1], **options)
+
+    monkeypatch.setattr(torch_steps, "swiglu_backward", wrong)
+    capsys.readouterr()
+    assert main(options) == 1
+    red = {line.split()[0] for line in capsys.readouterr().out.splitlines() if "FAIL" in line}
+    assert {"d_gate_up", "dX", "dx", "dW13"} <= red and not red & {"x", "gate_up", "h", "y", "out", "dh"}
+
+
 def test_a_single_wrong_bit_is_seen_but_passes():
     """The emulation column says so; the gates are about accuracy."""
     problem = make_problem(SPEC)
@@ -168,10 +192,13 @@ def test_figures_without_a_value_become_null():
         (["--seeds", ""], "--seeds: expected integers separated by commas, got ''"),
         (["--tokens", "1,2", "--ranks", "3"], "--tokens: expected one T, or one for each of the 3 ranks, got 1,2"),
         (["--ranks", "0"], "--ranks: expected at least 1, got 0"),
-        (["--experts", "5"], "num_experts: expected a positive multiple of the 2 ranks, got 5"),
-        (["--routing", "nope"], "routing: expected one of uniform, .*, got 'nope'"),
-        (["--tokens", "-1"], "num_tokens, hidden, intermediate, top_k: expected positive sizes"),
-        (["--clamp", "-1"], "clamp: expected a positive finite limit or None, got -1.0"),
+        (["--experts", "5"], "verify: --experts: expected a positive multiple of the 2 ranks, got 5"),
+        (["--routing", "nope"], "verify: --routing: expected one of uniform, .*, got 'nope'"),
+        (["--tokens", "-1"], r"verify: --tokens: expected T >= 0 for each rank, got \(-1, -1\)"),
+        (["--hidden", "0"], "verify: --hidden: expected at least 1, got 0"),
+        (["--top-k", "-2", "--intermediate", "0"], r"--intermediate: .* got 0\.\n--top-k: expected at least 1, got -2"),
+        (["--clamp", "-1"], "verify: --clamp: expected a positive finite limit or None, got -1.0"),
+        (["--precision", "bf16", "--wgrad-operands", "fp8"], "--wgrad-operands: expected 'bf16' where precision is"),
         (["--device", "cpu", "--backend", "cute"], "backend: 'cute' does not run this: "),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
@@ -216,7 +243,7 @@ def test_routings_are_what_they_say(routing):
 def test_a_problem_is_the_same_on_any_number_of_ranks():
     one, four = (make_problem(ProblemSpec(t)) for t in ((48,), (10, 0, 30, 8)))
     assert torch.equal(one.xs[0], torch.cat(four.xs)) and torch.equal(one.topk_ids[0], torch.cat(four.topk_ids))
-    with pytest.raises(MegaMoEValueError, match="num_tokens, hidden"):
+    with pytest.raises(MegaMoEValueError, match="num_tokens: expected T >= 0 for each rank"):
         ProblemSpec(())
 
 
@@ -228,5 +255,5 @@ def test_refuses_devices_that_are_not_here(text, capsys):
 
 def test_says_what_judges_gradients_behind_a_clamp():
     text = "fp8, fp32 scales, fp8 operands of weight gradients, clamp 0.5"
-    assert describe(Recipe(clamp=0.5)) == f"{text} (gradients behind it are held to the emulation alone)"
-    assert "emulation" not in describe(Recipe())
+    assert describe(Recipe(clamp=0.5)) == f"{text} (masks of the gradients by the backend's own gate and up)"
+    assert "masks" not in describe(Recipe())

@@ -236,7 +236,7 @@ def _error_cases(rank: int) -> None:
         [ids + 9 * rank * torch.tensor([0, 1])],
         4,
     )
-    refused(CapacityError, "num_rows: expected at least 128 rows for rank 0, got 64", [ids], 4, 64)
+    refused(CapacityError, "capacity: expected at least 128 rows for rank 0, got 64", [ids], 4, 64)
     _compare_with_local(transport, CASES[2][0])  # and the group is still good
 
 

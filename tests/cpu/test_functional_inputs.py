@@ -176,7 +176,7 @@ def test_ids_out_of_range_are_named(problem, bad):
 
 def test_too_small_a_capacity_is_refused():
     problem = make_problem(ProblemSpec((200, 200), H, INTER, E, K, "first_rank"))
-    with pytest.raises(CapacityError, match="num_rows: expected at least .* rows for rank 0, got 128"):
+    with pytest.raises(CapacityError, match="capacity: expected at least .* rows for rank 0, got 128"):
         run(problem, context_for(problem, capacity=128))
 
 

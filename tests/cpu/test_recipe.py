@@ -1,11 +1,12 @@
 """The recipe: frozen, hashable, and refusing what it cannot mean."""
 
 import dataclasses
+import re
 
 import pytest
 
 import megamoe
-from megamoe.errors import MegaMoEValueError
+from megamoe.errors import MegaMoETypeError, MegaMoEValueError
 from megamoe.recipe import Recipe
 
 
@@ -44,3 +45,9 @@ def test_is_a_cache_key():
 def test_refusals(arguments, message):
     with pytest.raises(MegaMoEValueError, match=message):
         Recipe(**arguments)
+
+
+@pytest.mark.parametrize("clamp", ["7", True, [1.0]])
+def test_refuses_a_clamp_that_is_no_number(clamp):
+    with pytest.raises(MegaMoETypeError, match=f"clamp: expected a number or None, got {re.escape(repr(clamp))}"):
+        Recipe(clamp=clamp)

@@ -96,7 +96,7 @@ def test_int32_and_int64_and_strided_ids_give_one_plan():
 def test_a_given_capacity_pads_the_pool_and_overflow_is_an_error():
     ids = [torch.tensor([[0], [1], [3]])]
     check(ids, 4, num_rows=512)
-    with pytest.raises(CapacityError, match=r"num_rows: expected at least 384 rows for rank 0, got 256\. Raise"):
+    with pytest.raises(CapacityError, match=r"capacity: expected at least 384 rows for rank 0, got 256\. Raise it"):
         make_plan(ids, 4, num_rows=256)
 
 

@@ -163,7 +163,7 @@ def test_plan_refuses(device):
         make_plan([ids.index_put((torch.tensor(2), torch.tensor(1)), torch.tensor(9, device=device))], 4)
     with pytest.raises(MegaMoEValueError, match=r"num_experts: expected a positive multiple of the 2 ranks, got 5"):
         make_plan([ids, ids], 5)
-    with pytest.raises(CapacityError, match=r"num_rows: expected at least 128 rows for rank 0, got 100"):
+    with pytest.raises(CapacityError, match=r"capacity: expected at least 128 rows for rank 0, got 100"):
         make_plan([ids], 4, num_rows=100)
     with pytest.raises(MegaMoEValueError, match=r"num_rows: expected a number of rows where checked=False"):
         make_plan([ids], 4, checked=False)
