@@ -9,6 +9,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# Twelve processes at most, one for each core, where pytest-xdist is installed; `PARALLEL=` runs everything in one.
+PARALLEL ?= $$($(PY) -c 'import os, xdist; print("--dist worksteal -n", min(12, len(os.sched_getaffinity(0))))' 2>/dev/null)
 DEMO_ARGS ?=
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -c 3)
 TORCH ?= $(if $(HAS_GPU),torch>=2.10,torch==2.13.0)
@@ -28,10 +30,10 @@ demo: $(READY)
 	$(PY) examples/demo.py $(DEMO_ARGS)
 
 test: $(READY)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 slow: $(READY)
-	$(PY) -m pytest -m "slow or compile_all" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "slow or compile_all" $(PARALLEL) $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

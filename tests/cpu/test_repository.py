@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megamoe import __version__
 from megamoe.cli import COMMANDS, build_parser
@@ -166,6 +167,13 @@ def test_importing_the_package_stays_light():
         "assert not heavy, heavy\n"
     )
     result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_tests_of_this_folder_see_no_gpu():
+    """On a machine with one too, so that they are the same tests everywhere."""
+    assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
+    result = run_python("import torch; assert torch.cuda.device_count() == 0")
     assert result.returncode == 0, result.stderr
 
 
