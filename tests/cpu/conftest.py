@@ -1,4 +1,4 @@
-"""Hides a GPU from the tests of this folder, which are about the CPU; without one, imports Triton's kernels interpreted.
+"""Hides a GPU from the tests of this folder, which are of the CPU; without one, imports Triton's kernels interpreted.
 
 Triton decides when a kernel is defined whether the interpreter will run it, so this has to happen before any test
 module imports triton; afterwards nothing depends on the variable. Where there is a GPU its kernels stay compiled: the
