@@ -54,7 +54,8 @@ class Binary:
     seconds: float
 
 
-HOST_ONLY = ("launch.py", "backward_launch.py", "compile.py", "sass.py", "weights.py")  # shape no kernel
+HOST_ONLY = ("launch.py", "backward_launch.py", "symmetric.py", "compile.py", "sass.py", "weights.py")
+"""Files that shape no kernel."""
 FAMILIES = ("wgrad", "backward")  # files that begin with one of these belong to kernels of that name only
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megamoe import backends
 from megamoe.comm import Hierarchy, LocalWorld, Transport, as_transport
+from megamoe.comm.reach import TransportName, check_transport, why_not_symmetric
 from megamoe.deferred import DeferredWgrad
 from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.recipe import BLOCK, Recipe
@@ -35,6 +36,8 @@ class Spec:
         capacity: rows of every pool when R > 1; None: as many as a call needs, which is not known in advance.
         max_tokens_per_rank: bound of T on any rank of a process group, None if there is none.
         save: what a forward keeps when a backward is to come.
+        transport: as asked for; with one, a process group of one rank is a group too.
+        reach: why symmetric memory cannot join the ranks of the group, "" if it can.
     """
 
     backend: backends.BackendName
@@ -44,17 +47,20 @@ class Spec:
     capacity: Capacity
     max_tokens_per_rank: int | None
     save: SaveMode
+    transport: TransportName | None = None
+    reach: str = ""
 
     def __str__(self) -> str:
-        return " ".join(map(str, dataclasses.astuple(self)))
+        return "|".join(map(str, dataclasses.astuple(self)))
 
     @classmethod
     def parse(cls, text: str) -> Spec:
         """The inverse of str()."""
-        backend, precision, num_ranks, num_local, capacity, max_tokens, save = text.split()
+        backend, precision, num_ranks, num_local, capacity, max_tokens, save, transport, reach = text.split("|")
         rows: Capacity = None if capacity == "None" else "worst" if capacity == "worst" else int(capacity)
         bound = None if max_tokens == "None" else int(max_tokens)
-        return cls(backend, precision, int(num_ranks), int(num_local), rows, bound, save)  # type: ignore[arg-type]
+        asked = None if transport == "None" else transport
+        return cls(backend, precision, int(num_ranks), int(num_local), rows, bound, save, asked, reach)  # type: ignore[arg-type]
 
     def choose(self, w13: torch.Tensor, top_k: int) -> backends.Backend:
         """The backend for weights [E_l, 2I, H], also fake ones. Raises BackendUnavailable."""
@@ -67,13 +73,15 @@ class Spec:
             top_k=top_k,
             num_ranks=self.num_ranks,
             world="group" if self.is_group else "local" if self.num_ranks > 1 else "one",
+            transport=self.transport,
+            reach=self.reach,
         )
         return backends.resolve(self.backend, problem)
 
     @property
     def is_group(self) -> bool:
-        """Whether other ranks live in other processes."""
-        return self.num_local < self.num_ranks
+        """Whether other ranks live in other processes, or are spoken to as if they did."""
+        return self.num_local < self.num_ranks or self.transport is not None
 
     def pool_rows(self, tokens: Sequence[int], top_k: int, experts_per_rank: int) -> int | None:
         """P of every pool of a call; None if only the routing decides it.
@@ -83,7 +91,7 @@ class Spec:
             top_k: K.
             experts_per_rank: E_l.
         """
-        if self.num_ranks > 1 and self.capacity != "worst":
+        if (self.num_ranks > 1 or self.is_group) and self.capacity != "worst":
             return self.capacity
         if self.is_group:
             assert self.max_tokens_per_rank is not None
@@ -103,6 +111,10 @@ class MoEContext:
             enough for any routing. A call that needs more raises CapacityError on all ranks.
         max_tokens_per_rank: process groups only: bound of T on any rank. With a capacity it makes all shapes static.
         save: what the forward keeps: "pool", "repull" or "recompute", from most memory to most work.
+        transport: process groups only: how backend "cute" reaches their ranks. "symmetric": its kernel reads and writes
+            the peers' memory, over a group on one node. "nccl": all-to-alls around the kernel, over any group or
+            `Hierarchy`, gloo too. None: the first where it can, else the second. Backends "torch" and "triton" always
+            run all-to-alls; "auto" runs "cute" over a group only with transport="symmetric".
         debug: check the values of ids on CUDA devices too, which synchronises; on the CPU they are always checked.
         copies: where copies of the weights are kept between calls. None: every call makes its own, and so does every
             backward.
@@ -122,17 +134,20 @@ class MoEContext:
         capacity: Capacity = None,
         max_tokens_per_rank: int | None = None,
         save: SaveMode = "pool",
+        transport: TransportName | None = None,
         debug: bool = False,
         copies: WeightCopies | None = None,
     ) -> None:
         backends.check_name(backend)
         num_ranks, num_local = _count_ranks(world)
-        _check_sizes(capacity, max_tokens_per_rank, num_ranks, num_local)
+        check_transport(transport, world)
+        _check_sizes(capacity, max_tokens_per_rank, num_local < num_ranks or transport is not None)
         if save not in get_args(SaveMode)[1:]:
             raise MegaMoEValueError(expected("save", "'pool', 'repull' or 'recompute'", repr(save)))
         self.recipe = recipe if recipe is not None else Recipe()
         self.world, self.backend, self.debug, self.copies = world, backend, debug, copies
-        self.shapes = Spec(backend, self.recipe.precision, num_ranks, num_local, capacity, max_tokens_per_rank, save)
+        sizes = (num_ranks, num_local, capacity, max_tokens_per_rank, save)
+        self.shapes = Spec(backend, self.recipe.precision, *sizes, transport, why_not_symmetric(world) or "")
         self.spec = str(self.shapes)
         self.deferred: DeferredWgrad | None = None
         """Takes weight gradients that are computed later; set by the module that owns the parameters."""
@@ -158,7 +173,8 @@ class MoEContext:
     def transport(self, backend: backends.Backend) -> Transport:
         """The transport over this context's ranks for a backend's steps."""
         if backend.name not in self._transports:
-            world = self.world if self.shapes.num_ranks > 1 or isinstance(self.world, LocalWorld) else None
+            is_world = self.shapes.num_ranks > 1 or self.shapes.is_group or isinstance(self.world, LocalWorld)
+            world = self.world if is_world else None
             self._transports[backend.name] = as_transport(world, backend.steps)
         return self._transports[backend.name]
 
@@ -189,7 +205,7 @@ class MoEContext:
 
     def __reduce__(self) -> tuple[Any, ...]:
         shapes = self.shapes
-        sizes = (shapes.capacity, shapes.max_tokens_per_rank, shapes.save)
+        sizes = (shapes.capacity, shapes.max_tokens_per_rank, shapes.save, shapes.transport)
         return _make_context, (self.recipe, self.world, self.backend, *sizes, self.debug)
 
 
@@ -200,6 +216,7 @@ def _make_context(
     capacity: Capacity,
     max_tokens_per_rank: int | None,
     save: SaveMode,
+    transport: TransportName | None,
     debug: bool,
 ) -> MoEContext:
     return MoEContext(
@@ -209,6 +226,7 @@ def _make_context(
         capacity=capacity,
         max_tokens_per_rank=max_tokens_per_rank,
         save=save,
+        transport=transport,
         debug=debug,
     )
 
@@ -245,7 +263,7 @@ def _count_ranks(world: World) -> tuple[int, int]:
     raise MegaMoETypeError(expected("world", "None, a LocalWorld, a ProcessGroup or a Hierarchy", type(world).__name__))
 
 
-def _check_sizes(capacity: Capacity, max_tokens: int | None, num_ranks: int, num_local: int) -> None:
+def _check_sizes(capacity: Capacity, max_tokens: int | None, is_group: bool) -> None:
     if (
         capacity is not None
         and capacity != "worst"
@@ -256,7 +274,7 @@ def _check_sizes(capacity: Capacity, max_tokens: int | None, num_ranks: int, num
         )
     if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens <= 0):
         raise MegaMoEValueError(expected("max_tokens_per_rank", "a positive integer or None", repr(max_tokens)))
-    if capacity == "worst" and num_local < num_ranks and max_tokens is None:
+    if capacity == "worst" and is_group and max_tokens is None:
         raise MegaMoEValueError(
             expected("max_tokens_per_rank", "a bound of T, which capacity='worst' needs over a group", None)
         )

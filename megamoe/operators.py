@@ -114,7 +114,8 @@ def _fake_saved(
             if spec.precision == "fp8":
                 packed.append(like.new_empty(ceil_div(hidden, BLOCK), pool, dtype=torch.float32))
     if spec.choose(w13, slots).saves_codes:
-        return packed + [like.new_empty(n, dtype=torch.int32) for pool in pool_sizes for n in (each, each + 1, pool)]
+        local = pool_sizes[: spec.num_local]
+        return packed + [like.new_empty(n, dtype=torch.int32) for pool in local for n in (each, each + 1, pool)]
     for pool in pool_sizes:
         packed += [like.new_empty(n, dtype=torch.int32) for n in (each, each + 1, pool, pool, pool)]
     packed += [like.new_empty(n, slots, dtype=torch.int32) for n in tokens for _ in range(2)]
@@ -306,7 +307,7 @@ def unpack(
                 pools.append(QuantizedRows(data, None, k_major=True))
     if backend.saves_codes:
         top_k = topk_ids[0].shape[1]
-        orders = tuple(RowOrder(next(left), next(left), next(left), top_k) for _ in range(transport.num_ranks))
+        orders = tuple(RowOrder(next(left), next(left), next(left), top_k) for _ in transport.local_ranks)
         return Saved(orders, context.recipe, weights, gate_ups or None, pools or None, xs or None, topk_ids)
     ranks = tuple(RankPlan(*(next(left) for _ in _PLAN_FIELDS)) for _ in range(transport.num_ranks))
     pairs = [(next(left), next(left)) for _ in range(transport.num_ranks)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch.distributed as dist
+
 from megamoe.backends.base import Backend, Problem
 from megamoe.backends.cute import CuteBackend
 from megamoe.backends.stepwise import StepwiseBackend, TritonBackend
 from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
 
-__all__ = ["BACKENDS", "Backend", "BackendName", "Problem", "check_name", "resolve", "why_not"]
+__all__ = ["BACKENDS", "Backend", "BackendName", "Problem", "check_name", "release", "resolve", "why_not"]
 
 BackendName = Literal["auto", "torch", "triton", "cute"]
 
@@ -37,7 +39,8 @@ def resolve(name: str, problem: Problem) -> Backend:
     """The backend that runs a problem.
 
     Args:
-        name: "auto" for the fastest that can, or one by name, which is then used or refused, never replaced.
+        name: "auto" for the fastest that can, or one by name, which is then used or refused, never replaced. Over a
+            process group "auto" takes a fused backend only where symmetric memory is asked for.
         problem: what is to run.
 
     Raises:
@@ -51,6 +54,18 @@ def resolve(name: str, problem: Problem) -> Backend:
             raise BackendUnavailable(
                 f"backend: {name!r} does not run this: {reason}. backend='auto' picks one that does."
             )
-        return BACKENDS[name]
+        return BACKENDS[name].variant(problem)
     candidates = [b for b in BACKENDS.values() if b.auto_device in (None, problem.device_type)]
-    return next(backend for backend in candidates if backend.why_not(problem) is None)
+    if problem.world == "group" and problem.transport != "symmetric":
+        candidates = [b for b in candidates if not b.is_fused]
+    return next(backend for backend in candidates if backend.why_not(problem) is None).variant(problem)
+
+
+def release(group: dist.ProcessGroup) -> None:
+    """Give back the memory that fused calls over a process group keep, before the group is destroyed.
+
+    Effects: a collective of the group's ranks, which waits for their calls. Later calls allocate again.
+    """
+    for backend in BACKENDS.values():
+        if isinstance(backend, CuteBackend):
+            backend.groups.release(group)

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from megamoe.comm.reach import TransportName
 from megamoe.comm.transport import Transport
 from megamoe.quantize import QuantizedWeight
 from megamoe.recipe import Recipe
@@ -26,6 +27,8 @@ class Problem:
         num_experts, top_k: E and K.
         num_ranks: R.
         world: "one" rank, "local" virtual ranks in this process, or a process "group".
+        transport: how the fused kernel is to reach the ranks of a group, None: as it can.
+        reach: why symmetric memory cannot join the ranks of the group, "" if it can.
     """
 
     device_type: str
@@ -37,6 +40,8 @@ class Problem:
     top_k: int = 2
     num_ranks: int = 1
     world: Literal["one", "local", "group"] = "one"
+    transport: TransportName | None = None
+    reach: str = ""
 
     @classmethod
     def of(
@@ -58,6 +63,10 @@ class Backend(Protocol):
 
     def why_not(self, problem: Problem) -> str | None:
         """Why it cannot run the problem on this machine; None if it can."""
+        ...
+
+    def variant(self, problem: Problem) -> Backend:
+        """What runs a problem that it can run: itself, or another one of the same name."""
         ...
 
     @property

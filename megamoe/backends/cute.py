@@ -7,24 +7,21 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megamoe import unfused
-from megamoe.backends.base import Problem
+from megamoe.backends.base import Backend, Problem
+from megamoe.backends.cute_groups import GroupWorkspaces
+from megamoe.backends.cute_shared import SOURCE_SHIFT, Shared, check_tokens
 from megamoe.backends.stepwise import StepwiseBackend
-from megamoe.comm.transport import Transport
-from megamoe.errors import CapacityError, MegaMoERuntimeError, MegaMoETimeout, MegaMoEValueError, expected
+from megamoe.comm.transport import GroupTransport, Transport
 from megamoe.quantize import QuantizedRows
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan, check_id_values
 from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, RowOrder, Saved
-
-SOURCE_SHIFT = 27
-"""Row codes: source rank << 27 | token * K + slot."""
 
 KEPT_WORKSPACES = 4
 """Workspaces of different sizes kept for later calls; the one unused for longest goes first."""
@@ -39,7 +36,8 @@ class CuteBackend(StepwiseBackend):
 
     def __init__(self) -> None:
         super().__init__("cute", "megamoe.triton_kernels")
-        self._workspaces: collections.OrderedDict[tuple[Any, ...], _Shared] = collections.OrderedDict()
+        self._workspaces: collections.OrderedDict[tuple[Any, ...], Shared] = collections.OrderedDict()
+        self.groups = GroupWorkspaces()
 
     def why_not(self, problem: Problem) -> str | None:
         if importlib.util.find_spec("cute_kernels.launch") is None:
@@ -55,25 +53,34 @@ class CuteBackend(StepwiseBackend):
             return f"it needs a Hopper GPU (compute capability 9.0), not {where}"
         if problem.precision != "fp8":
             return "it has no bf16 kernel yet; bf16 runs on the Triton path"
-        if problem.world == "group":
-            return "it reaches virtual ranks of one process only; process groups run on the Triton path"
+        if problem.world == "group" and problem.transport == "symmetric" and problem.reach:
+            return f"symmetric memory cannot join these ranks: {problem.reach}; transport='nccl' can"
         sizes = {"hidden_size": problem.hidden_size, "intermediate_size": problem.intermediate_size}
         odd = [f"{name} = {size}" for name, size in sizes.items() if size % BLOCK]
         if odd:
             return f"it needs multiples of {BLOCK}, not {', '.join(odd)}"
         from cute_kernels import launch, tile_config
 
+        num_local = problem.num_experts // problem.num_ranks
+        is_alone = _is_exchange(problem)  # the kernel then sees this rank's experts only, and rows in place of slots
         return launch.why_not(
             tile_config.Problem(
-                problem.hidden_size,
-                problem.intermediate_size,
-                save=True,
-                many_experts=problem.num_experts // problem.num_ranks > 128,
+                problem.hidden_size, problem.intermediate_size, save=True, many_experts=num_local > 128
             ),
-            num_experts=problem.num_experts,
-            num_ranks=problem.num_ranks,
-            top_k=problem.top_k,
+            num_experts=num_local if is_alone else problem.num_experts,
+            num_ranks=1 if is_alone else problem.num_ranks,
+            top_k=1 if is_alone else problem.top_k,
         )
+
+    def variant(self, problem: Problem) -> Backend:
+        return self.exchange if _is_exchange(problem) else self
+
+    @functools.cached_property
+    def exchange(self) -> Backend:
+        """The kernels between all-to-alls."""
+        from megamoe.backends.cute_exchange import ExchangeBackend
+
+        return ExchangeBackend()
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         from cute_kernels.backward_launch import prepare_backward_weights
@@ -100,17 +107,21 @@ class CuteBackend(StepwiseBackend):
     ) -> tuple[list[torch.Tensor], Saved | None]:
         from cute_kernels.launch import fused_forward
 
-        num_local = experts[0].w13.data.shape[0]
-        tokens, top_k = [x.shape[0] for x in xs], topk_ids[0].shape[1]
+        num_local, top_k = experts[0].w13.data.shape[0], topk_ids[0].shape[1]
         if options.debug:
             for ids in topk_ids:
-                check_id_values(ids, num_local * len(xs))
-        if not sum(tokens):
-            return _nothing(xs, num_local, experts[0].w2.data.shape[2], top_k, recipe, options)
-        rows = options.num_rows or unfused.worst_rows(sum(tokens) * top_k, num_local)
-        # a call that saves gives its pool away: its rows are exactly those promised; others share a roomy workspace
+                check_id_values(ids, num_local * transport.num_ranks)
         saves = options.save != "none"
-        shared = self._workspace(xs, num_local, top_k, max(tokens) if saves else _next_power(max(tokens)), rows * saves)
+        if isinstance(transport, GroupTransport):
+            shared = self.groups.for_forward(transport, xs[0], topk_ids[0], num_local, options)
+        else:
+            tokens = [x.shape[0] for x in xs]
+            if not sum(tokens):
+                return _nothing(xs, num_local, experts[0].w2.data.shape[2], top_k, recipe, options)
+            rows = options.num_rows or unfused.worst_rows(sum(tokens) * top_k, num_local)
+            # a call that saves gives its pool away: its rows are exactly those promised; others share a roomy workspace
+            most = max(tokens) if saves else _next_power(max(tokens))
+            shared = self._workspace(xs, num_local, top_k, most, rows * saves)
         with shared.call():
             results = fused_forward(
                 shared.workspaces,
@@ -142,17 +153,20 @@ class CuteBackend(StepwiseBackend):
 
         orders, topk_ids, recipe = saved.plan, saved.topk_ids, saved.recipe
         assert not isinstance(orders, RoutingPlan) and topk_ids is not None
-        tokens, num_local = [dout.shape[0] for dout in douts], orders[0].counts.shape[0]
-        if not sum(tokens):
-            return _no_gradients(douts, orders[0].top_k, needs)
-        shared = self._workspace(douts, num_local, orders[0].top_k, max(tokens), orders[0].codes.shape[0])
+        if isinstance(transport, GroupTransport):
+            shared = self.groups.for_backward(transport, douts[0], orders[0])
+        else:
+            tokens, num_local = [dout.shape[0] for dout in douts], orders[0].counts.shape[0]
+            if not sum(tokens):
+                return _no_gradients(douts, orders[0].top_k, needs)
+            shared = self._workspace(douts, num_local, orders[0].top_k, max(tokens), orders[0].codes.shape[0])
         rounding: dict[str, Any] = {"clamp": recipe.clamp, "pow2_scales": recipe.scale_format == "pow2"}
         pools, gate_ups = saved.pools, saved.gate_ups
         with shared.call():
             if gate_ups is None or (pools is None and needs.wants_w13):
                 pools, gate_ups = self._recompute(shared, saved, experts, rounding)
             rows = [
-                _Rows(order.codes, p, order.offs, order.counts, gate_up)
+                Rows(order.codes, p, order.offs, order.counts, gate_up)
                 for order, p, gate_up in zip(orders, saved.weights, gate_ups, strict=True)
             ]
             results = fused_backward(
@@ -170,14 +184,14 @@ class CuteBackend(StepwiseBackend):
         return Grads([r.dx for r in results], [r.dp for r in results], needs.w13, needs.w2)
 
     def _recompute(
-        self, shared: _Shared, saved: Saved, experts: Sequence[ExpertWeights], rounding: dict[str, Any]
+        self, shared: Shared, saved: Saved, experts: Sequence[ExpertWeights], rounding: dict[str, Any]
     ) -> tuple[list[QuantizedRows], list[torch.Tensor]]:
         """Pools and gate/up of a forward that did not keep both: the forward once more, its row order given."""
         from cute_kernels.launch import fused_forward
 
         assert saved.xs is not None and saved.topk_ids is not None and not isinstance(saved.plan, RoutingPlan)
         given: Any = [  # only these of the fields of Buffers are read
-            _Rows(order.codes, p, order.offs, order.counts, p)
+            Rows(order.codes, p, order.offs, order.counts, p)
             for order, p in zip(saved.plan, saved.weights, strict=True)
         ]
         again = fused_forward(
@@ -229,7 +243,7 @@ class CuteBackend(StepwiseBackend):
 
     def _workspace(
         self, tensors: Sequence[torch.Tensor], num_local: int, top_k: int, max_tokens: int, rows: int
-    ) -> _Shared:
+    ) -> Shared:
         """That of calls with tokens like these; `rows` of a pool, 0: enough for any routing."""
         key = (tensors[0].device, tensors[0].shape[1], num_local, len(tensors), top_k, max_tokens, rows or None)
         if key in self._workspaces:
@@ -237,16 +251,18 @@ class CuteBackend(StepwiseBackend):
         else:
             while len(self._workspaces) >= KEPT_WORKSPACES:
                 self._workspaces.popitem(last=False)
-            self._workspaces[key] = _Shared(*key)
+            self._workspaces[key] = Shared(_local_world(*key))
         return self._workspaces[key]
 
     def release(self) -> None:
-        """Free all workspaces. Calls that run must have ended."""
+        """Free all workspaces of ranks in this process. Calls that run must have ended."""
         self._workspaces.clear()
+        if "exchange" in vars(self):
+            self.exchange.release()  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass
-class _Rows:
+class Rows:
     """What a rank's fused call takes of an earlier one: `cute_kernels.backward_launch.SavedRows`."""
 
     codes: torch.Tensor
@@ -256,75 +272,33 @@ class _Rows:
     gate_up: torch.Tensor
 
 
-def check_tokens(max_tokens: int, top_k: int) -> None:
-    """Refuse batches whose (token, slot) pairs do not fit a row code."""
-    most = (1 << SOURCE_SHIFT) // top_k
-    if max_tokens > most:
-        next_step = "Split the batch, or raise the number of ranks."
-        raise MegaMoEValueError(expected("x", f"at most {most} tokens a rank with K = {top_k}", max_tokens, next_step))
+def _local_world(
+    device: torch.device,
+    hidden: int,
+    num_local: int,
+    num_ranks: int,
+    top_k: int,
+    max_tokens: int,
+    capacity_rows: int | None,
+) -> Any:
+    from cute_kernels.launch import LocalWorld
+
+    check_tokens(max_tokens, top_k)
+    with _on(device):
+        return LocalWorld(
+            num_ranks,
+            hidden=hidden,
+            num_experts=num_local * num_ranks,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            capacity_rows=capacity_rows,
+            device=device,
+        )
 
 
-class _Shared:
-    """The workspaces of all ranks, which calls of one size share, one after the other."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        hidden: int,
-        num_local: int,
-        num_ranks: int,
-        top_k: int,
-        max_tokens: int,
-        capacity_rows: int | None,
-    ) -> None:
-        from cute_kernels.launch import LocalWorld
-
-        check_tokens(max_tokens, top_k)
-        with _on(device):
-            self._world = LocalWorld(
-                num_ranks,
-                hidden=hidden,
-                num_experts=num_local * num_ranks,
-                top_k=top_k,
-                max_tokens=max_tokens,
-                capacity_rows=capacity_rows,
-                device=device,
-            )
-        self.workspaces = self._world.workspaces
-        self.streams: Any = self._world.streams if num_ranks > 1 else None
-        self._lock = threading.Lock()
-        self._stream: int | None = None
-        self._done = torch.cuda.Event()
-
-    @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Around every call: wait for the one before, if it ran on another stream; one host thread at a time.
-
-        A call that is captured can wait for nothing outside its graph: capturing synchronises before.
-        """
-        with self._lock:
-            if torch.cuda.is_current_stream_capturing():
-                yield
-                return
-            stream = torch.cuda.current_stream()
-            if self._stream not in (None, stream.cuda_stream):
-                stream.wait_event(self._done)
-            self._stream = stream.cuda_stream
-            yield
-            self._done.record()
-
-    def check(self, call: str) -> None:
-        """Raise what the calls before recorded; `call` is the last of them. Synchronises."""
-        messages = [message for w in self.workspaces if (message := w.error()) is not None]
-        if not messages:
-            return
-        self._world.reset()
-        text = "; ".join(messages)
-        if "timeout" in text:
-            raise MegaMoETimeout(f"{call}: {text}. Look for a rank that did not make this call.")
-        if "overflow" in text:
-            raise CapacityError(f"{call}: {text}. Raise the capacity.")
-        raise MegaMoERuntimeError(f"{call}: {text}.")
+def _is_exchange(problem: Problem) -> bool:
+    """Whether the kernels run between all-to-alls rather than over the memory of all ranks."""
+    return problem.world == "group" and (problem.transport == "nccl" or bool(problem.reach))
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

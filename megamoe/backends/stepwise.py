@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megamoe import unfused
-from megamoe.backends.base import Problem
+from megamoe.backends.base import Backend, Problem
 from megamoe.comm.transport import Transport
 from megamoe.quantize import QuantizedWeight
 from megamoe.recipe import Recipe
@@ -38,6 +38,9 @@ class StepwiseBackend:
 
     def why_not(self, problem: Problem) -> str | None:
         return None
+
+    def variant(self, problem: Problem) -> Backend:
+        return self
 
     def copy_weight(
         self, weight: torch.Tensor | QuantizedWeight, row_groups: int, recipe: Recipe, transposed: bool

@@ -30,6 +30,21 @@ class Exchange:
     pool_plan: RankPlan
     home_plan: RoutingPlan
 
+    @property
+    def arrival_of_row(self) -> torch.Tensor:
+        """int32 [P]: which arrival each pool row is, -1 in padding."""
+        return self.pool_plan.token
+
+    def expert_of_arrival(self) -> torch.Tensor:
+        """int32 [N_received]: the local expert of each arrival, -1 for those that are no rows."""
+        arrival = self.arrival_of_row.long()
+        row = torch.arange(arrival.shape[0], device=arrival.device)
+        expert = torch.searchsorted(self.pool_plan.offs[1:].long(), row, right=True).int()
+        spare = self.pool_row.shape[0]  # where padding goes
+        experts = torch.full((spare + 1,), -1, dtype=torch.int32, device=arrival.device)
+        is_row = arrival >= 0
+        return experts.scatter_(0, torch.where(is_row, arrival, spare), torch.where(is_row, expert, -1))[:-1]
+
 
 def make_exchange(plan: RoutingPlan, wire: Wire, lane_tokens: list[list[int]], pair_rows: int | None) -> Exchange:
     """Derive the exchange of this process.

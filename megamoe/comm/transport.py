@@ -203,13 +203,7 @@ class GroupTransport:
         except MegaMoEError as found:
             error = error or found
         if max_tokens is None:
-            facts = {
-                "num_experts": num_experts,
-                "num_rows": -1 if num_rows is None else num_rows,
-                "alignment": alignment,
-                **(agreed or {}),
-            }
-            lane_tokens = self._agree(ids, facts, error)
+            lane_tokens = self._agree(ids, _facts(num_experts, num_rows, alignment, agreed), error)
             unchecked = {}
         elif error is not None:
             raise error
@@ -225,6 +219,10 @@ class GroupTransport:
         ]
         plan = self.steps.make_plan(every_source, num_experts, alignment=alignment, num_rows=num_rows, **unchecked)
         return self.attach(plan, lane_tokens, max_tokens, ids.shape[1])
+
+    def agree_on_tokens(self, ids: torch.Tensor, num_experts: int, num_rows: int | None) -> list[list[int]]:
+        """Tokens of [lane][rank]: the first step of `plan`, for callers that plan by themselves; raises as it does."""
+        return self._agree(ids, _facts(num_experts, num_rows, BLOCK, None), None)
 
     def _agree(self, ids: torch.Tensor, facts: dict[str, int], error: Exception | None) -> list[list[int]]:
         """Exchange sizes; refuse together what must be equal and is not."""
@@ -255,30 +253,50 @@ class GroupTransport:
         return GroupPlan(**fields, exchange=exchange, lane_tokens=lane_tokens, max_tokens=max_tokens)
 
     def dispatch_rows(self, rows: list[QuantizedRows], plan: RoutingPlan) -> list[QuantizedRows]:
-        (mine,), exchange = rows, _exchange(plan)
-        token = exchange.sent_slot // exchange.home_plan.owner[0].shape[1]
-        arrived = QuantizedRows(self._forth(mine.data, token, exchange), None)
+        (mine,), exchange = rows, exchange_of(plan)
+        arrived = QuantizedRows(self.send_tokens(mine.data, plan), None)
         if mine.scale is not None:
-            arrived = QuantizedRows(arrived.data, self._forth(mine.scale, token, exchange))
+            arrived = QuantizedRows(arrived.data, self.send_tokens(mine.scale, plan))
         if exchange.in_order:
             return [_into_pool(arrived, exchange.pool_plan.num_rows)]
         return [self.steps.dispatch([arrived], exchange.pool_plan)]
 
     def dispatch_weights(self, topk_weights: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
-        (mine,), exchange = topk_weights, _exchange(plan)
-        arrived = self._forth(mine.flatten(), exchange.sent_slot, exchange)
-        return [self.steps.dispatch_weights([arrived[:, None]], exchange.pool_plan)]
+        (mine,) = topk_weights
+        return [self.steps.dispatch_weights([self.send_slots(mine, plan)[:, None]], exchange_of(plan).pool_plan)]
 
     def combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
         return self.start_combine_rows(pools, plan)()
 
     def start_combine_rows(self, pools: list[torch.Tensor], plan: RoutingPlan) -> Callable[[], list[torch.Tensor]]:
-        home = self._start_back(pools[0], _exchange(plan))
-        return lambda: [self.steps.combine([home()], _exchange(plan).home_plan, 0)]
+        home = self._start_back(pools[0], exchange_of(plan))
+        return lambda: [self.steps.combine([home()], exchange_of(plan).home_plan, 0)]
 
     def combine_weight_grads(self, pools: list[torch.Tensor], plan: RoutingPlan) -> list[torch.Tensor]:
-        home = self._start_back(pools[0], _exchange(plan))()
-        return [self.steps.combine_weight_grads([home], _exchange(plan).home_plan, 0)]
+        home = self._start_back(pools[0], exchange_of(plan))()
+        return [self.steps.combine_weight_grads([home], exchange_of(plan).home_plan, 0)]
+
+    def send_tokens(self, rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        """[T, ...] -> [N, ...]: a row for each slot that has its expert here, as they arrive: by (source, pool row)."""
+        exchange = exchange_of(plan)
+        return self._forth(rows, exchange.sent_slot // exchange.home_plan.owner[0].shape[1], exchange)
+
+    def send_slots(self, values: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        """[T, K] -> [N], likewise."""
+        exchange = exchange_of(plan)
+        return self._forth(values.flatten(), exchange.sent_slot, exchange)
+
+    def start_combine_arrivals(self, rows: torch.Tensor, plan: RoutingPlan) -> Finish:
+        """bf16 [N, H], a row for each that arrived -> bf16 [T, H], begun; sums as in `combine_rows`."""
+        exchange = exchange_of(plan)
+        home = self.wire.start_back(rows, exchange.counts)
+        return lambda: self.steps.combine([home()], exchange.home_plan, 0)
+
+    def combine_arrival_grads(self, values: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        """fp32 [N] -> fp32 [T, K], as `combine_weight_grads`."""
+        exchange = exchange_of(plan)
+        home = self.wire.start_back(values, exchange.counts)()
+        return self.steps.combine_weight_grads([home], exchange.home_plan, 0)
 
     def _forth(self, rows: torch.Tensor, index: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         if rows.shape[0] == 0 and index.shape[0]:  # static shapes: rows that nobody reads leave all the same
@@ -288,6 +306,12 @@ class GroupTransport:
     def _start_back(self, pool: torch.Tensor, exchange: Exchange) -> Finish:
         rows = pool[: exchange.pool_row.shape[0]] if exchange.in_order else _take(pool, exchange.pool_row)
         return self.wire.start_back(rows, exchange.counts)
+
+
+def _facts(num_experts: int, num_rows: int | None, alignment: int, agreed: Mapping[str, int] | None) -> dict[str, int]:
+    """What must be equal on all ranks of a plan, as numbers."""
+    rows = -1 if num_rows is None else num_rows
+    return {"num_experts": num_experts, "num_rows": rows, "alignment": alignment, **(agreed or {})}
 
 
 def _plan_tokens(steps: ModuleType, plan: RoutingPlan, num_rows: int | None) -> RoutingPlan:
@@ -300,7 +324,8 @@ def _plan_tokens(steps: ModuleType, plan: RoutingPlan, num_rows: int | None) -> 
     return steps.make_plan(ids, ranks, alignment=1, num_rows=num_rows, checked=num_rows is None)
 
 
-def _exchange(plan: RoutingPlan) -> Exchange:
+def exchange_of(plan: RoutingPlan) -> Exchange:
+    """This process's part in the exchange of a plan that a `GroupTransport` made."""
     assert isinstance(plan, GroupPlan), "plans of a GroupTransport come from its own methods"
     return plan.exchange
 

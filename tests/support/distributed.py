@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["pytest", "torch.distributed", "torch._dynamo", "megamoe", "megamoe.cli.problem"]
+PRELOADED = ["pytest", "torch.distributed", "torch._dynamo", "megamoe.cli.problem", "cute_kernels.launch"]
 """What cases import, directly or at the first call of a custom operator."""
 
 

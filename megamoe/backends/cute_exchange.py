@@ -1,0 +1,174 @@
+"""The fused kernels between all-to-alls: ranks that share no memory, of any process group or hierarchy of groups.
+
+What arrives here is, to the kernels, the tokens of one rank with one expert each; they sort, multiply and un-sort it as
+ever. Rows travel as bf16 both ways and are quantised by the kernel: every bit is that of ranks that share memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megamoe.backends.cute import CuteBackend, Rows
+from megamoe.comm.exchange import Exchange
+from megamoe.comm.transport import GroupTransport, Transport, exchange_of
+from megamoe.quantize import QuantizedRows, ceil_div
+from megamoe.recipe import BLOCK, Recipe
+from megamoe.routing_plan import RoutingPlan, check_id_values
+from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, RowOrder, Saved
+
+
+class ExchangeBackend(CuteBackend):
+    """`CuteBackend` over a `GroupTransport` whose ranks are reached by all-to-alls alone. It saves the plan of a call.
+
+    Weight gradients run between the start and the end of the exchange that brings dx home.
+    """
+
+    saves_codes = False
+
+    def forward(
+        self,
+        transport: Transport,
+        xs: Sequence[torch.Tensor],
+        topk_ids: Sequence[torch.Tensor],
+        topk_weights: Sequence[torch.Tensor],
+        experts: Sequence[ExpertWeights],
+        recipe: Recipe,
+        options: ForwardOptions,
+    ) -> tuple[list[torch.Tensor], Saved | None]:
+        assert isinstance(transport, GroupTransport)
+        num_experts = experts[0].w13.data.shape[0] * transport.num_ranks
+        if options.debug:
+            check_id_values(topk_ids[0], num_experts)
+        plan = transport.plan(list(topk_ids), num_experts, options.num_rows, max_tokens=options.max_tokens)
+        arrived = transport.send_tokens(xs[0], plan)
+        p = transport.send_slots(topk_weights[0], plan)
+        here = Here(exchange_of(plan))
+        saves = options.save in ("pool", "repull")
+        out, buffers = self._forward(here, arrived, p[:, None], experts[0], recipe, saves)
+        outs = [transport.start_combine_arrivals(out, plan)()[: xs[0].shape[0]]]
+        if options.save == "none":
+            return outs, None
+        weights = buffers.p if saves else buffers.p.clone()  # without gate/up they are the workspace's
+        saved = Saved(
+            plan,
+            recipe,
+            [weights],
+            [buffers.gate_up] if saves else None,
+            [_pool_of(buffers)] if options.save == "pool" else None,
+            None if options.save == "pool" else list(xs),
+        )
+        return outs, saved
+
+    def backward(
+        self,
+        transport: Transport,
+        douts: Sequence[torch.Tensor],
+        saved: Saved,
+        experts: Sequence[ExpertWeights],
+        needs: Needs,
+    ) -> Grads:
+        plan, recipe, tokens = saved.plan, saved.recipe, douts[0].shape[0]
+        assert isinstance(transport, GroupTransport) and isinstance(plan, RoutingPlan)
+        here = Here(exchange_of(plan))
+        d_arrived = transport.send_tokens(douts[0], plan)
+        pool = None if saved.pools is None else saved.pools[0]
+        gate_up = None if saved.gate_ups is None else saved.gate_ups[0]
+        p = saved.weights[0]
+        if saved.xs is not None:  # what was not kept travels again, on all ranks alike
+            if gate_up is None:
+                arrived = transport.send_tokens(saved.xs[0], plan)
+                unread = torch.zeros_like(here.ids, dtype=torch.float32)  # p of the row order are used
+                _, again = self._forward(here, arrived, unread, experts[0], recipe, True, p)
+                pool, gate_up = _pool_of(again), again.gate_up
+            else:
+                (pool,) = transport.dispatch_rows([self.steps.quantize_rows(saved.xs[0], recipe)], plan)
+                pool = pool if pool.data.shape[0] else None  # without rows any others do
+        assert gate_up is not None
+        rows = here.rows(p, gate_up)
+        result = self._backward(here, d_arrived, rows, experts[0], recipe)
+        num_arrived = d_arrived.shape[0]
+        finish = transport.start_combine_arrivals(result.dx[:num_arrived], plan)
+        order = RowOrder(rows.counts, rows.offs, rows.codes, 1)
+        needs.hand(0, functools.partial(self._weight_grads, recipe, order, result, pool))
+        dx = finish()[:tokens]
+        dp = transport.combine_arrival_grads(result.dp.flatten()[:num_arrived], plan)[:tokens]
+        return Grads([dx], [dp], needs.w13, needs.w2)
+
+    def _forward(
+        self,
+        here: Here,
+        arrived: torch.Tensor,
+        p: torch.Tensor,
+        experts: ExpertWeights,
+        recipe: Recipe,
+        saves: bool,
+        given: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """(rows of y in the order of arrival, the buffers of the call); with `given`, the p of a row order known."""
+        from cute_kernels.launch import fused_forward
+
+        shared = self._workspace([arrived], here.num_local, 1, here.ids.shape[0], here.num_rows)
+        plans: Any = None if given is None else [here.rows(given, given)]
+        with shared.call():
+            (result,) = fused_forward(
+                shared.workspaces,
+                [_at_least_one(arrived)],
+                [here.ids],
+                [_at_least_one(p)],
+                [experts.fused],
+                clamp=recipe.clamp,
+                pow2_scales=recipe.scale_format == "pow2",
+                save=saves,
+                plans=plans,
+            )
+        return result.out[: arrived.shape[0]], result.buffers
+
+    def _backward(self, here: Here, arrived: torch.Tensor, rows: Rows, experts: ExpertWeights, recipe: Recipe) -> Any:
+        from cute_kernels.backward_launch import fused_backward
+
+        shared = self._workspace([arrived], here.num_local, 1, here.ids.shape[0], here.num_rows)
+        with shared.call():
+            (result,) = fused_backward(
+                shared.workspaces,
+                [_at_least_one(arrived)],
+                [here.ids],
+                [rows],
+                [experts.fused_t],
+                clamp=recipe.clamp,
+                pow2_scales=recipe.scale_format == "pow2",
+            )
+        return result
+
+
+class Here:
+    """What arrives at this process, as the call of one rank with one slot a token.
+
+    Attributes:
+        ids: int32 [N, 1], local experts, -1 where nothing arrives; N >= 1.
+        num_local: E_l. num_rows: P, a positive multiple of 128.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._plan = exchange.pool_plan
+        self.ids = _at_least_one(exchange.expert_of_arrival()[:, None], -1)
+        self.num_local = self._plan.counts.shape[0]
+        self.num_rows = max(ceil_div(self._plan.num_rows, BLOCK), 1) * BLOCK
+
+    def rows(self, p: torch.Tensor, gate_up: torch.Tensor) -> Rows:
+        """The row order of such a call: the code of a row is its arrival."""
+        codes = self._plan.token
+        codes = torch.nn.functional.pad(codes, (0, self.num_rows - codes.shape[0]), value=-1)
+        return Rows(codes, p, self._plan.offs, self._plan.counts, gate_up)
+
+
+def _pool_of(buffers: Any) -> QuantizedRows:
+    return QuantizedRows(buffers.pool, buffers.pool_s, k_major=True)
+
+
+def _at_least_one(rows: torch.Tensor, fill: int = 0) -> torch.Tensor:
+    """Contiguous rows, one that stands for nothing where there are none."""
+    return rows.contiguous() if rows.shape[0] else rows.new_full((1, *rows.shape[1:]), fill)

@@ -1,0 +1,176 @@
+"""Workspaces of the fused kernel over process groups: sized alike on all ranks, kept with their group."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megamoe.backends.cute_shared import Shared, check_tokens
+from megamoe.comm.transport import GroupTransport
+from megamoe.comm.wires import GroupWire
+from megamoe.errors import CapacityError, expected
+from megamoe.recipe import BLOCK
+from megamoe.unfused import ForwardOptions, RowOrder
+
+KEPT_A_GROUP = 4
+"""Workspaces of different sizes kept for a group; the one unused for longest goes first, on all ranks alike."""
+
+_CLASSES = 8
+"""Sizes that are not known beforehand are rounded up, to this many between a power of two and the next."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What decides a workspace, equal on all ranks.
+
+    Attributes:
+        hidden, num_experts, top_k: H, E, K.
+        max_tokens: of a rank. rows: P of a pool.
+    """
+
+    hidden: int
+    num_experts: int
+    top_k: int
+    max_tokens: int
+    rows: int
+
+
+class GroupWorkspaces:
+    """The workspaces of all process groups. They live as long as their group, or until `release`.
+
+    All ranks of a group make the same calls in the same order, so that all create and drop the same workspaces.
+    """
+
+    def __init__(self) -> None:
+        self._of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, _Kept] = weakref.WeakKeyDictionary()
+
+    def for_forward(
+        self, transport: GroupTransport, x: torch.Tensor, ids: torch.Tensor, num_local: int, options: ForwardOptions
+    ) -> Shared:
+        """The workspace of a forward. A collective, with one read-back where sizes are not fixed beforehand.
+
+        Args:
+            transport: over one group. x: [T, H]. ids: [T, K]. num_local: E_l. options: with the sizes that are fixed.
+
+        Raises:
+            CapacityError: on all ranks, where a pool would need more rows than `options.num_rows`.
+        """
+        num_experts, top_k = num_local * transport.num_ranks, ids.shape[1]
+        if options.max_tokens is not None:
+            assert options.num_rows is not None
+            max_tokens, rows = options.max_tokens, options.num_rows
+        else:
+            max_tokens, rows = needed(transport, ids, num_experts, options.num_rows)
+            max_tokens = round_up(max_tokens)
+            rows = round_up(rows) if options.num_rows is None else options.num_rows
+        check_tokens(max_tokens, top_k)
+        kept = self._kept(transport)
+        kept.tokens_of[rows] = max(max_tokens, kept.tokens_of.get(rows, 0))
+        return kept.shared(Sizes(x.shape[1], num_experts, top_k, max_tokens, rows), x.device)
+
+    def for_backward(self, transport: GroupTransport, dout: torch.Tensor, order: RowOrder) -> Shared:
+        """The workspace of the backward of a call with that row order: that of a forward with as many rows."""
+        rows, num_experts = order.codes.shape[0], order.counts.shape[0] * transport.num_ranks
+        kept = self._kept(transport)
+        sizes = Sizes(dout.shape[1], num_experts, order.top_k, kept.tokens_of[rows], rows)
+        return kept.shared(sizes, dout.device)
+
+    def release(self, group: dist.ProcessGroup) -> None:
+        """Give back the memory kept for a group. A collective; calls that run are waited for."""
+        kept = self._of_group.pop(group, None)
+        if kept is not None:
+            kept.close()
+
+    def _kept(self, transport: GroupTransport) -> _Kept:
+        assert isinstance(transport.wire, GroupWire), "only one group is joined by symmetric memory"
+        group = transport.wire.group
+        if group not in self._of_group:
+            self._of_group[group] = _Kept(weakref.ref(group))
+        return self._of_group[group]
+
+
+class _Kept:
+    """The workspaces of one group, which it does not keep alive.
+
+    Attributes:
+        tokens_of: for each number of rows the most tokens with which a forward came: a backward knows its rows alone.
+    """
+
+    def __init__(self, group: weakref.ref[dist.ProcessGroup]) -> None:
+        self._group = group
+        self._shared: collections.OrderedDict[Sizes, Shared] = collections.OrderedDict()
+        self.tokens_of: dict[int, int] = {}
+
+    def shared(self, sizes: Sizes, device: torch.device) -> Shared:
+        if sizes in self._shared:
+            self._shared.move_to_end(sizes)
+            return self._shared[sizes]
+        while len(self._shared) >= KEPT_A_GROUP:
+            self._shared.popitem(last=False)[1].close()
+        group = self._group()
+        assert group is not None
+        self._shared[sizes] = GroupShared(group, sizes, device)
+        return self._shared[sizes]
+
+    def close(self) -> None:
+        for shared in self._shared.values():
+            shared.close()
+        self._shared.clear()
+
+
+class GroupShared(Shared):
+    """The workspace of this process's rank. Making it is a collective."""
+
+    def __init__(self, group: dist.ProcessGroup, sizes: Sizes, device: torch.device) -> None:
+        from cute_kernels.symmetric import SymmetricWorld
+
+        self._group_of = weakref.ref(group)
+        world = SymmetricWorld(
+            group,
+            hidden=sizes.hidden,
+            num_experts=sizes.num_experts,
+            top_k=sizes.top_k,
+            max_tokens=sizes.max_tokens,
+            capacity_rows=sizes.rows,
+            device=device,
+        )
+        super().__init__(world)
+
+    def _errors(self) -> list[str]:
+        """Those of all ranks, so that all raise and reset together."""
+        group = self._group_of()
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, super()._errors(), group=group)
+        return [message for theirs in everyone for message in theirs]
+
+
+def needed(transport: GroupTransport, ids: torch.Tensor, num_experts: int, capacity: int | None) -> tuple[int, int]:
+    """(most tokens of a rank, most rows of a pool) of a call. A collective with two read-backs.
+
+    Args:
+        transport: between the ranks. ids: [T, K] of this one. num_experts: E. capacity: rows that there may be.
+
+    Raises:
+        CapacityError: on all ranks, where a pool needs more.
+    """
+    tokens = transport.agree_on_tokens(ids, num_experts, capacity)
+    valid = ids[(ids >= 0) & (ids < num_experts)].long()
+    counts = transport.wire.gather(torch.bincount(valid, minlength=num_experts)).sum((0, 1))
+    aligned = (counts + BLOCK - 1) // BLOCK * BLOCK
+    rows = int(aligned.view(transport.num_ranks, -1).sum(1).max())
+    if capacity is not None and rows > capacity:
+        contract = f"at least the {rows} rows that a rank of this call receives, padding included"
+        raise CapacityError(expected("capacity", contract, capacity, "Raise it, or leave it out."))
+    return max(map(max, tokens)), rows
+
+
+def round_up(size: int) -> int:
+    """The next of the sizes that workspaces come in, a multiple of 128."""
+    size = max(size, 1)
+    step = max(1 << max((size - 1).bit_length() - 1, 0), BLOCK * _CLASSES) // _CLASSES
+    return -(-size // step) * step
