@@ -15,9 +15,9 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- records: written by `make tables` -->", "<!-- end of records -->"
 SETTING = ("clock_mhz", "torch", "triton", "cutlass_dsl", "date")
 """What is said once, above a table."""
-CALL = ("bench", "shape", "T", "routing", "ranks")
+CALL = ("bench", "shape", "T", "routing", "ranks", "precision")
 """What tells one measured call from another; backends stand side by side."""
-ORDER = ("cute", "triton", "torch")
+ORDER = ("cute", "triton", "cute_wgrad_bf16", "triton_wgrad_bf16")
 
 
 def render(everything: Mapping[str, Sequence[Record]]) -> str:
@@ -36,7 +36,7 @@ def render(everything: Mapping[str, Sequence[Record]]) -> str:
 def _section(name: str, records: Sequence[Record]) -> str:
     """One file: what all its records share, then a line for each measured call."""
     device = _joined(records, "gpu") or name.split("/")[0]
-    setting = [f"{f} {_joined(records, f)}" for f in ("precision", *SETTING) if _joined(records, f)]
+    setting = [f"{f} {_joined(records, f)}" for f in SETTING if _joined(records, f)]
     backends = sorted({r["backend"] for r in records}, key=lambda b: (ORDER.index(b) if b in ORDER else len(ORDER), b))
     calls = list(dict.fromkeys(tuple(r[c] for c in CALL) for r in records))
     by_key = {(tuple(r[c] for c in CALL), r["backend"]): r for r in records}

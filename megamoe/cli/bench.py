@@ -1,7 +1,8 @@
 """Time the layer, forward and backward, beside torch's grouped GEMMs; write records and a bar chart a shape.
 
 A backend whose results miss the gates of `megamoe.gates` has no time: the command fails instead. FP8 weights are
-quantised beforehand; weight gradients are bf16. See `megamoe/cli/timing.py` for how times are taken.
+quantised beforehand, but in `fwd_bwd_requantized`; weight gradients are bf16. What a row's time includes is in its
+`includes`. See `megamoe/cli/timing.py` for how times are taken.
 """
 
 from __future__ import annotations
@@ -16,42 +17,63 @@ import torch
 
 from megamoe.backends import BACKENDS, Problem
 from megamoe.cli.bench_problem import (
-    FP8_WGRAD,
+    BF16_WGRAD,
     BenchProblem,
     LayerRun,
     Run,
     Variant,
-    ceilings,
     errors,
-    torch_gemms,
     triton_stages,
 )
+from megamoe.cli.bench_torch import ceilings, torch_gemms, torch_wgrads
 from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape
 from megamoe.cli.records import Record, environment, gpu_name, write_records
 from megamoe.cli.timing import Timing, captured, clock_mhz, time_variants
 from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
 from megamoe.recipe import Recipe
 
-PASSES = {"forward": 1, "backward": 2, "fwd_bwd": 3, "dgrad": 1}
-"""The layer's benches, as multiples of the forward's FLOPs."""
-BENCHES = (*PASSES, "wgrad", "stages")
+PASSES = {"forward": 3, "backward": 6, "fwd_bwd": 9, "fwd_bwd_requantized": 9, "dgrad": 3, "wgrad": 3}
+"""The layer's benches, as thirds of the forward's FLOPs."""
+PARTS = {"wgrad13": 2, "wgrad2": 1, "requantize": 0}
+"""Parts of them, alike."""
+GEMMS = ("gemms", "gemms_fwd_bwd")
+BENCHES = (*PASSES, *PARTS, "stages")
+INCLUDES = {
+    "forward": "bf16 x and ids to bf16 out: routing, quantisation, dispatch, GEMMs, combine; nothing is saved",
+    "backward": "bf16 dout to dx, dp and bf16 dW: dgrad, then wgrad",
+    "fwd_bwd": "a forward that saves its pool, then backward; weights were quantised beforehand",
+    "fwd_bwd_requantized": "requantize, then fwd_bwd",
+    "dgrad": "bf16 dout to dx, dp and what wgrad reads: quantisation, dispatch, GEMMs, combine",
+    "wgrad": "bf16 dW13 and dW2 from what forward and dgrad leave: conversion of operands, products",
+    "wgrad13": "dW13 of wgrad alone",
+    "wgrad2": "dW2 of wgrad alone",
+    "requantize": "from bf16 weights both quantised copies of each, in the order in which the kernels read them",
+    "gemms": "torch's two grouped GEMMs of a forward alone, operands made beforehand",
+    "gemms_fwd_bwd": "torch's six grouped GEMMs of a training step alone, operands made beforehand",
+}
+"""What is inside a bench's time."""
+TORCH_WGRAD = "products alone, operands made beforehand"
+BIG = "cute,cute_wgrad_bf16,triton,triton_wgrad_bf16"
+SMALL = {"backends": "cute,cute_wgrad_bf16,triton", "bench": "forward,backward,fwd_bwd,dgrad,wgrad"}
 SUITE = (
-    {"shapes": "A"},
-    {"shapes": "B"},
-    {"shapes": "C"},
-    {"shapes": "A", "routing": "zipf"},
-    {"shapes": "A", "tokens": 1024},
-    {"shapes": "A", "tokens": 128},
-    {"shapes": "A", "ranks": 2},
-    {"shapes": "A", "ranks": 4},
+    {"shapes": "A", "backends": BIG},
+    {"shapes": "B", "backends": BIG},
+    {"shapes": "C", "backends": BIG},
+    {"shapes": "A", "routing": "zipf"} | SMALL,
+    {"shapes": "A", "tokens": 1024} | SMALL,
+    {"shapes": "A", "tokens": 128} | SMALL,
+    {"shapes": "A", "ranks": 2} | SMALL,
+    {"shapes": "A", "ranks": 4} | SMALL,
+    {"shapes": "A,B,C", "precision": "bf16", "backends": "triton"} | {"bench": "forward,backward,fwd_bwd,dgrad,wgrad"},
 )
-"""The cases of the committed records: the first three with stages and charts, the others with the layer alone."""
+"""The cases of the committed records: those that name no benches with stages and charts, the others with the layer
+alone."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `megamoe bench`."""
     parser.add_argument(
-        "--suite", action="store_true", help="all cases of the committed records; the next four don't count"
+        "--suite", action="store_true", help="all cases of the committed records; the next seven don't count"
     )
     parser.add_argument("--shapes", default="A,B,C", help="of A, B, C, or E,H,I,K; several by semicolon or comma")
     parser.add_argument("--tokens", type=int, help="T of all ranks together (default: the shape's)")
@@ -59,8 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="virtual ranks")
     parser.add_argument(
         "--backends",
-        default="cute,cute_wgrad_fp8,triton",
-        help='by comma; NAME_wgrad_fp8: with wgrad_operands="fp8"; what does not run here is named and left out',
+        default=BIG,
+        help='by comma; NAME_wgrad_bf16: with wgrad_operands="bf16"; what does not run here is named and left out',
     )
     parser.add_argument("--bench", default=",".join(BENCHES), help="by comma")
     parser.add_argument("--precision", default="fp8", choices=("fp8", "bf16"))
@@ -141,7 +163,9 @@ def usable(names: list[str], spec: ProblemSpec, recipe: Recipe, device: torch.de
         world = "local" if spec.num_ranks > 1 else "one"
         sizes = {"num_experts": spec.num_experts, "top_k": spec.top_k, "num_ranks": spec.num_ranks, "world": world}
         problem = Problem.of(device, recipe, spec.hidden, spec.intermediate, **sizes)
-        reason = BACKENDS[name.removesuffix(FP8_WGRAD)].why_not(problem)
+        reason = BACKENDS[name.removesuffix(BF16_WGRAD)].why_not(problem)
+        if name.endswith(BF16_WGRAD) and recipe.wgrad_operands == "bf16":
+            continue  # the same as without
         if reason is None:
             found.append(name)
         else:
@@ -159,17 +183,17 @@ def bench_case(
     A backend that misses a gate or raises is named on stderr and has no record.
     """
     recipe, benches = Recipe(args.precision), choices("--bench", args.bench, BENCHES)
-    allowed = (*BACKENDS, *(name + FP8_WGRAD for name in BACKENDS))
+    allowed = (*BACKENDS, *(name + BF16_WGRAD for name in BACKENDS))
     backends = usable(choices("--backends", args.backends, allowed), spec, recipe, device)
     problem = BenchProblem(spec, recipe, device)
-    training = bool({"backward", "fwd_bwd", "dgrad", "wgrad"} & set(benches))
+    training = bool(set(benches) - {"forward", "stages"})
     variants: dict[tuple[str, str], Variant] = {}
     facts: dict[tuple[str, str], Record] = {}
     runs: dict[str, LayerRun] = {}
     failed = 0
     for backend in backends:
         try:
-            other = runs.get(backend.removesuffix(FP8_WGRAD))
+            other = runs.get(backend.removesuffix(BF16_WGRAD))
             run = LayerRun(backend, problem, training, other.experts if other else None)
             found = layer_variants(run, benches, training)
         except Exception as error:  # whatever is wrong with one backend, the others are measured
@@ -180,9 +204,11 @@ def bench_case(
         variants |= {(bench, backend): variant for bench, (variant, _) in found.items()}
         facts |= {(bench, backend): fact for bench, (_, fact) in found.items()}
     problem.forget_oracle()
-    baseline = torch_gemms(problem)
-    if baseline is not None:
-        variants["gemms", "torch_scaled_grouped_mm" if recipe.precision == "fp8" else "torch_grouped_mm"] = baseline
+    variants |= torch_gemms(problem, training)
+    if "wgrad" in benches and spec.num_ranks == 1:
+        found_torch = {key: v for key, v in torch_wgrads(problem).items() if key[0] in benches}
+        variants |= found_torch
+        facts |= {key: {"includes": TORCH_WGRAD} for key in found_torch}
     if "stages" in benches and "triton" in runs and spec.num_ranks == 1:
         stages = triton_stages(problem, runs["triton"].experts[0], training)
         variants |= {(stage, "triton"): variant for stage, variant in stages.items()}
@@ -199,9 +225,8 @@ def bench_case(
     records = []
     for (bench, backend), variant in variants.items():
         record = {"bench": bench, **common, "backend": backend, "precision": recipe.precision}
+        record["includes"] = INCLUDES.get(bench)
         records.append(record | figures(variant, times[bench, backend]) | facts[bench, backend])
-    if "wgrad" in benches:
-        records += wgrad_records(records, problem.flops)
     add_ratios(records)
     return [r | {"clock_mhz": clock} | environment(str(r["backend"]), device) for r in records], failed
 
@@ -214,32 +239,34 @@ def layer_variants(run: LayerRun, benches: list[str], training: bool) -> dict[st
     """
     problem = run.problem
     accuracy = errors(problem, run, training)
-    wanted = set(benches) | ({"backward", "dgrad"} if "wgrad" in benches else set())
+    wanted = set(benches)
     if run.recipe != problem.recipe:  # only operands of wgrad differ
-        wanted -= {"forward"}
-    calls = {"forward": run.forward, "backward": run.backward, "fwd_bwd": run.forward_backward, "dgrad": run.dgrad}
+        wanted -= {"forward", "dgrad", "requantize", "fwd_bwd_requantized"}
+    calls: dict[str, Run] = {
+        "forward": run.forward,
+        "backward": run.backward,
+        "fwd_bwd": run.forward_backward,
+        "fwd_bwd_requantized": run.requantize_forward_backward,
+        "dgrad": run.dgrad,
+        "wgrad": run.wgrad,
+        "wgrad13": lambda: run.wgrad(w2=False),
+        "wgrad2": lambda: run.wgrad(w13=False),
+        "requantize": run.requantize,
+    }
     found: dict[str, tuple[Variant, Record]] = {}
-    for bench in (b for b in PASSES if b in wanted):
-        fact: Record = accuracy if bench != "forward" else {"rel_l2_out": accuracy["rel_l2_out"]}
-        variant = Variant(calls[bench], problem.flops * PASSES[bench], capturable=run.capturable)
+    for bench, thirds in (PASSES | PARTS).items():
+        if bench not in wanted:
+            continue
+        fields = {"forward": ("out",), "dgrad": ("dx", "dp"), "wgrad": ("dw13", "dw2"), "requantize": ()}
+        fields |= {"wgrad13": ("dw13",), "wgrad2": ("dw2",)}
+        names = fields.get(bench, tuple(name.removeprefix("rel_l2_") for name in accuracy))
+        fact: Record = {f"rel_l2_{name}": accuracy[f"rel_l2_{name}"] for name in names}
+        alone = not ({"forward", "backward", "dgrad"} & {bench} or "fwd" in bench)
+        num_bytes = 0 if bench != "requantize" else problem.requantized_bytes()
+        capturable = run.capturable or alone
+        variant = Variant(calls[bench], problem.flops * thirds // 3, num_bytes, capturable)
         found[bench] = variant, fact | {"peak_bytes": peak_bytes(calls[bench], problem.device)}
     return found
-
-
-def wgrad_records(records: list[Record], flops: int) -> list[Record]:
-    """The weight gradients of each backend, as what `backward` takes longer than `dgrad` in the same run."""
-    by_key = {(r["bench"], r["backend"]): r for r in records}
-    made = []
-    for (bench, backend), whole in by_key.items():
-        part = by_key.get(("dgrad", backend))
-        if bench != "backward" or part is None or whole["us"] <= part["us"]:
-            continue
-        us = whole["us"] - part["us"]
-        same = {k: whole[k] for k in ("shape", "T", "routing", "ranks", "backend", "precision", "graph")}
-        sustained = whole["us_sustained"] - part["us_sustained"]
-        times = {"us": us, "us_min": us, "us_max": us, "us_sustained": sustained if sustained > 0 else us}
-        made.append({"bench": "wgrad", **same, **times, "tflops": flops / us / 1e6, "gb_per_s": None, "derived": True})
-    return made
 
 
 def _time(
@@ -248,7 +275,7 @@ def _time(
     """The times of all variants and the clock after the last one."""
     progress = Progress(len(calls) * (args.rounds + 1), title)
     named = {" ".join(key): call for key, call in calls.items()}
-    brief = {" ".join(key) for key in calls if key[0] not in (*PASSES, "gemms")}
+    brief = {" ".join(key) for key in calls if key[0] not in (*PASSES, *GEMMS)}
     times = time_variants(
         named, device, rounds=args.rounds, sustained_s=args.sustained, brief=brief, progress=progress
     )  # fmt: skip
@@ -283,12 +310,16 @@ def figures(variant: Variant, timing: Timing) -> Record:
 def add_ratios(records: list[Record]) -> None:
     """What compares records of one run: with Triton, with torch's GEMMs, with the measured ceilings."""
     us = {(r["bench"], r["backend"]): r["us"] for r in records}
-    gemms = next((r["us"] for r in records if r["bench"] == "gemms"), None)
+    gemms = {r["bench"]: r["us"] for r in records if r["backend"] == "torch_grouped_mm"}
+    forward = next((r["us"] for r in records if r["bench"] == "gemms"), None)
+    gemms |= {"forward": forward} if forward else {}
+    gemms |= {"fwd_bwd": gemms["gemms_fwd_bwd"]} if "gemms_fwd_bwd" in gemms else {}
     top = {r["bench"]: r for r in records if r["bench"] in ("copy", "dense_matmul")}
     for r in records:
         triton = us.get((r["bench"], "triton"))
         r["ratio_to_triton"] = triton / r["us"] if triton else None
-        r["ratio_to_torch_gemms"] = gemms / r["us"] if gemms and r["bench"] == "forward" else None
+        beside = None if r["backend"].startswith("torch_") else gemms.get(r["bench"])
+        r["ratio_to_torch_gemms"] = beside / r["us"] if beside else None
         r["roof_share"] = None
         if top and r["tflops"]:
             r["roof_share"] = r["tflops"] / top["dense_matmul"]["tflops"]
@@ -308,15 +339,15 @@ def show(records: list[Record]) -> None:
         print(f"{r['bench']:<16} {r['shape']:<8} {r['backend']:<24} {times} {cells[0]:>8} {cells[1]:>6} {share:>5}")
 
 
-def cases_of(args: argparse.Namespace) -> Iterator[tuple[str, ProblemSpec, bool]]:
-    """(shape, problem, whether stages and a chart belong to it) of everything that the options name."""
+def cases_of(args: argparse.Namespace) -> Iterator[tuple[str, ProblemSpec, argparse.Namespace]]:
+    """(shape, problem, its options) of everything that the options name."""
     if not args.suite:
-        yield from ((name, spec, True) for name, spec in specs_of(args))
+        yield from ((name, spec, args) for name, spec in specs_of(args))
         return
-    plain = argparse.Namespace(**vars(args) | {"tokens": None, "routing": "uniform", "ranks": 1})
+    plain = {"tokens": None, "routing": "uniform", "ranks": 1, "precision": "fp8", "bench": ",".join(BENCHES)}
     for case in SUITE:
-        options = argparse.Namespace(**vars(plain) | case)
-        yield from ((name, spec, len(case) == 1) for name, spec in specs_of(options))
+        options = argparse.Namespace(**vars(args) | plain | case)
+        yield from ((name, spec, options) for name, spec in specs_of(options))
 
 
 def bench_main(args: argparse.Namespace) -> int:
@@ -325,9 +356,7 @@ def bench_main(args: argparse.Namespace) -> int:
     folder = args.out / gpu_name(device)
     files: dict[str, list[Record]] = {args.name: [], "stages": []}
     failed = 0
-    for name, spec, has_stages in cases_of(args):
-        benches = [b for b in args.bench.split(",") if has_stages or b != "stages"]
-        options = argparse.Namespace(**vars(args) | {"bench": ",".join(benches)})
+    for name, spec, options in cases_of(args):
         try:
             records, failures = bench_case(name, spec, options, device)
         except RuntimeError as error:
@@ -339,12 +368,12 @@ def bench_main(args: argparse.Namespace) -> int:
         failed += failures
         show(records)
         for record in records:
-            is_layer = record["bench"] in (*PASSES, "wgrad", "gemms")
+            is_layer = record["bench"] in (*PASSES, *GEMMS)
             files[args.name if is_layer else "stages"].append(record)
         for file, content in files.items():
             if content:
                 write_records(folder / f"{file}.json", content)
-        if records and has_stages and not args.no_charts:
+        if records and "stages" in options.bench and not args.no_charts:
             chart = importlib.import_module("megamoe.cli.chart")
             file = f"{args.name}-{name.replace(',', '-')}.png"
             print(f"chart: {chart.draw(records, folder / file)}")

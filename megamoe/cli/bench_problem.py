@@ -12,6 +12,7 @@ from megamoe.backends import BACKENDS, Backend
 from megamoe.cli.problem import ProblemSpec, draw_topk_ids
 from megamoe.comm import LocalWorld
 from megamoe.comm.transport import Transport, as_transport
+from megamoe.deferred import Later, WeightJob
 from megamoe.gates import GATES, rel_l2
 from megamoe.memory_plan import worst_rows
 from megamoe.recipe import BLOCK, Recipe
@@ -83,6 +84,11 @@ class BenchProblem:
             self._oracle = found
         return self._oracle
 
+    def counts(self) -> torch.Tensor:
+        """Rows of each expert over all ranks, int64 [E]."""
+        ids = torch.cat(self.ids)
+        return torch.bincount(ids[ids >= 0], minlength=self.spec.num_experts)
+
     def forget_oracle(self) -> None:
         """Free it, and what the allocator holds."""
         self._oracle = {}
@@ -94,6 +100,11 @@ class BenchProblem:
         if self._weight_grads is None:
             self._weight_grads = torch.empty_like(self.w13), torch.empty_like(self.w2)
         return self._weight_grads
+
+    def requantized_bytes(self) -> int:
+        """What making both copies of all weights reads and writes at least."""
+        width = 1 if self.recipe.precision == "fp8" else 2
+        return (self.w13.numel() + self.w2.numel()) * (2 + 2 * width)
 
     def transport(self, backend: Backend) -> Transport:
         return as_transport(LocalWorld(self.spec.num_ranks), backend.steps)
@@ -108,28 +119,29 @@ class BenchProblem:
         return mine
 
 
-FP8_WGRAD = "_wgrad_fp8"
-"""Behind a backend's name: with Recipe(wgrad_operands="fp8")."""
+BF16_WGRAD = "_wgrad_bf16"
+"""Behind a backend's name: with Recipe(wgrad_operands="bf16")."""
 
 
 class LayerRun:
     """The layer of one backend on a problem: forward, backward, both. Weight gradients are bf16, overwritten.
 
     Args:
-        name: of the backend, perhaps with FP8_WGRAD. problem: what to run. training: whether backward will be called.
+        name: of the backend, perhaps with BF16_WGRAD. problem: what to run. training: whether backward will be called.
         experts: the weights as this backend reads them, None to prepare them.
     """
 
     def __init__(
         self, name: str, problem: BenchProblem, training: bool, experts: list[ExpertWeights] | None = None
     ) -> None:
-        self.backend, self.problem = BACKENDS[name.removesuffix(FP8_WGRAD)], problem
+        self.backend, self.problem = BACKENDS[name.removesuffix(BF16_WGRAD)], problem
         self.recipe = problem.recipe
-        if name.endswith(FP8_WGRAD):
-            self.recipe = dataclasses.replace(self.recipe, wgrad_operands="fp8")
+        if name.endswith(BF16_WGRAD):
+            self.recipe = dataclasses.replace(self.recipe, wgrad_operands="bf16")
         self.transport = problem.transport(self.backend)
         self.experts = problem.experts(self.backend, training) if experts is None else experts
         self._saved: Saved | None = None
+        self._jobs: list[WeightJob] = []
         self.capturable = problem.spec.num_ranks == 1
         self.needs = Needs(w13=None, w2=None)
         if training:
@@ -145,10 +157,14 @@ class LayerRun:
         outs, self._saved = self._forward(save=True)
         return outs
 
-    def _forward(self, save: bool) -> tuple[list[torch.Tensor], Saved | None]:
+    def _forward(
+        self, save: bool, experts: list[ExpertWeights] | None = None
+    ) -> tuple[list[torch.Tensor], Saved | None]:
         p = self.problem
         options = dataclasses.replace(p.options, save="pool" if save else "none")
-        return self.backend.forward(self.transport, p.xs, p.ids, p.weights, self.experts, self.recipe, options)
+        return self.backend.forward(
+            self.transport, p.xs, p.ids, p.weights, experts or self.experts, self.recipe, options
+        )
 
     def backward(self) -> Grads:
         """Of the last training forward, which it leaves as it is."""
@@ -159,6 +175,28 @@ class LayerRun:
         """dx and dp alone."""
         assert self._saved is not None, "training_forward comes first"
         return self._backward(self._saved, Needs())
+
+    def prepare_wgrad(self) -> None:
+        """Keep what forward and dgrad leave for the weight gradients."""
+        assert self._saved is not None, "training_forward comes first"
+        self._jobs = []
+        self._backward(self._saved, Needs(later=Later(True, True, self._jobs.append)))
+
+    def wgrad(self, w13: bool = True, w2: bool = True) -> None:
+        """Weight gradients alone, from what `prepare_wgrad` has kept."""
+        assert self.needs.w13 is not None and self.needs.w2 is not None and self._jobs
+        for job, dw13, dw2 in zip(self._jobs, self.needs.w13, self.needs.w2, strict=True):
+            job(dw13 if w13 else None, dw2 if w2 else None, False)
+
+    def requantize(self) -> list[ExpertWeights]:
+        """Both copies of all weights, from the bf16 masters, in the order in which this backend reads them."""
+        return self.problem.experts(self.backend, True)
+
+    def requantize_forward_backward(self) -> Grads:
+        """A training step, with the copies of weights that an optimizer step has changed."""
+        saved = self._forward(save=True, experts=self.requantize())[1]
+        assert saved is not None
+        return self._backward(saved)
 
     def _backward(self, saved: Saved, needs: Needs | None = None) -> Grads:
         return self.backend.backward(self.transport, self.problem.douts, saved, self.experts, needs or self.needs)
@@ -196,43 +234,13 @@ def errors(problem: BenchProblem, run: LayerRun, training: bool) -> dict[str, fl
         dw13, dw2 = problem.weight_grads()
         compare("dw13", dw13)
         compare("dw2", dw2)
+        run.prepare_wgrad()
+        dw13.fill_(math.nan)
+        dw2.fill_(math.nan)
+        run.wgrad()
+        compare("dw13", dw13)
+        compare("dw2", dw2)
     return figures
-
-
-def torch_gemms(problem: BenchProblem) -> Variant | None:
-    """torch's two grouped GEMMs alone, FP8 with one scale a row or bf16; None where torch has none.
-
-    They read rows packed by expert without padding, quantised beforehand; what they compute is not the layer.
-    """
-    if problem.device.type != "cuda":
-        return None
-    spec, fp8 = problem.spec, problem.recipe.precision == "fp8"
-    ids = torch.cat(problem.ids)
-    counts = torch.bincount(ids[ids >= 0], minlength=spec.num_experts)
-    offs = counts.cumsum(0).int()
-    rows, h, i = problem.num_rows, spec.hidden, spec.intermediate
-    kind = torch.float8_e4m3fn if fp8 else torch.bfloat16
-    a13 = torch.randn(rows, h, device=problem.device).to(kind)
-    a2 = torch.randn(rows, i, device=problem.device).to(kind)
-    b13, b2 = ((w.float() * w.shape[2] ** 0.5).to(kind).transpose(1, 2) for w in (problem.w13, problem.w2))
-    ones = torch.ones(max(rows, spec.num_experts * max(2 * i, h)), device=problem.device)
-
-    def scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        scale_b = ones[: b.shape[0] * b.shape[2]].view(b.shape[0], b.shape[2])
-        return torch._scaled_grouped_mm(
-            a, b, ones[:rows], scale_b, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-
-    def plain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch._grouped_mm(a, b, offs=offs)
-
-    gemm = scaled if fp8 else plain
-
-    def both() -> None:
-        gemm(a13, b13)
-        gemm(a2, b2)
-
-    return Variant(both, problem.flops)
 
 
 def triton_stages(problem: BenchProblem, experts: ExpertWeights, training: bool) -> dict[str, Variant]:
@@ -270,8 +278,6 @@ def triton_stages(problem: BenchProblem, experts: ExpertWeights, training: bool)
     d_pool = steps.dispatch([steps.quantize_rows(torch.cat(problem.douts), recipe)], mine)
     dh = steps.grouped_gemm(d_pool, experts.w2_t, mine, torch.float32)
     grads = steps.swiglu_backward(dh, gate_up, weight, recipe)
-    x_rows, d_rows = steps.dequantize(pool), steps.dequantize(d_pool)
-    dw13, dw2 = problem.weight_grads()
     stages |= {
         "gemm_a": Variant(lambda: steps.grouped_gemm(d_pool, experts.w2_t, mine, torch.float32), unit),
         "swiglu_backward": Variant(
@@ -279,30 +285,5 @@ def triton_stages(problem: BenchProblem, experts: ExpertWeights, training: bool)
             num_bytes=per(num_rows * inter, 4 + 4 + 2 + 4 + (2 if width == 1 else 0) + 2 * scales),
         ),
         "gemm_b": Variant(lambda: steps.grouped_gemm(grads.d_gate_up, experts.w13_t, mine), 2 * unit),
-        "dequantize": Variant(lambda: steps.dequantize(pool), num_bytes=per(num_rows * h_dim, 3 + scales)),
-        "wgrad13": Variant(lambda: steps.wgrad(grads.d_gate_up_bf16, x_rows, mine, dw13), 2 * unit),
-        "wgrad2": Variant(lambda: steps.wgrad(d_rows, grads.weighted_act, mine, dw2), unit),
     }
     return stages
-
-
-def ceilings(device: torch.device, precision: str) -> dict[str, Variant]:
-    """What the card does at best: a copy, and one dense product of torch in the same precision."""
-    if device.type != "cuda":
-        return {}
-    size = 8192
-    source, target = (torch.empty(1 << 30, dtype=torch.uint8, device=device) for _ in range(2))
-    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    one = torch.ones((), device=device)
-    if precision == "fp8":
-        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-        product: Run = lambda: torch._scaled_mm(  # noqa: E731
-            a8, b8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-    else:
-        product = lambda: a @ b  # noqa: E731
-    return {
-        # not in a graph: a copy node of a graph is slower than the kernel of an eager copy
-        "copy": Variant(lambda: target.copy_(source), num_bytes=2 << 30, capturable=False),
-        "dense_matmul": Variant(product, 2 * size**3),
-    }

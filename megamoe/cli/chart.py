@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 FORWARD = ("quantize", "plan", "dispatch", "gemm1", "swiglu", "gemm2", "combine")
-BACKWARD = ("quantize", "dispatch", "gemm_a", "swiglu_backward", "gemm_b", "dequantize", "wgrad13", "wgrad2", "combine")
-TWICE = ("dequantize",)  # rows of x and of dout
+BACKWARD = ("quantize", "dispatch", "gemm_a", "swiglu_backward", "gemm_b", "wgrad13", "wgrad2", "combine")
 
 
 def bars(records: list[dict[str, Any]]) -> list[tuple[str, list[tuple[str, float]]]]:
@@ -15,7 +14,7 @@ def bars(records: list[dict[str, Any]]) -> list[tuple[str, list[tuple[str, float
     us = {(r["bench"], r["backend"]): r["us"] for r in records}
     found: list[tuple[str, list[tuple[str, float]]]] = []
     for bench, stages in (("forward", FORWARD), ("backward", BACKWARD)):
-        parts = [(s, us[s, "triton"] * (2 if s in TWICE else 1) / 1e3) for s in stages if (s, "triton") in us]
+        parts = [(s, us[s, "triton"] / 1e3) for s in stages if (s, "triton") in us]
         if len(parts) == len(stages):
             found.append((f"{bench}\nTriton stages", parts))
         found += [(f"{bench}\n{backend}", [("", t / 1e3)]) for (b, backend), t in us.items() if b == bench]

@@ -50,7 +50,7 @@ OPTIONAL: dict[str, type] = {
     "gb_per_s": float,
     "peak_bytes": int,
     "graph": bool,
-    "derived": bool,
+    "includes": str,
     "rel_l2_out": float,
     "rel_l2_dx": float,
     "rel_l2_dp": float,
@@ -58,8 +58,8 @@ OPTIONAL: dict[str, type] = {
     "rel_l2_dw2": float,
 }
 """Fields of some records: ratios (> 1: ours is faster), share of the roof (1: on it), errors against the
-oracle; `graph`: whether launches were replayed from a CUDA graph;
-`derived`: the difference of two records."""
+oracle; `graph`: whether launches were replayed from a CUDA graph; `includes`: what is inside the time. torch's
+GEMMs are those of a forward in the recipe's precision, or for weight gradients its bf16 products alone."""
 
 _ROOT = Path(megamoe.__file__).resolve().parent.parent
 _SOURCES = {"triton": "megamoe/triton_kernels", "cute": "cute_kernels"}

@@ -14,6 +14,8 @@ import torch
 
 FLUSH_BYTES = 256 << 20
 """More than any L2 cache holds."""
+HEAD_START_CYCLES = 2_000_000
+"""About a millisecond, in which the host issues all launches of a call, so that its own time is not measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,8 @@ def time_variants(
 ) -> dict[str, Timing]:
     """Time functions against each other: one call of each a round, in another order every round.
 
-    A power-capped card is slower behind heavy work, so what ran before a call must not always be the same.
+    A power-capped card is slower behind heavy work, so what ran before a call must not always be the same. Single
+    launches wait on the device until the host has issued them.
 
     Args:
         variants: what to time; each was run before, so that nothing is compiled or allocated for the first time.
@@ -76,6 +79,8 @@ def time_variants(
 
 
 def _once(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda._sleep(HEAD_START_CYCLES)
     return _repeated(run, 1, device)
 
 

@@ -25,19 +25,21 @@ def parse(*argv: str) -> argparse.Namespace:
     return parser.parse_args([*argv, "--device", "cpu", "--rounds", "2", "--sustained", "0"])
 
 
-@pytest.fixture
-def committed(tmp_path):
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory):
     """A run of the torch backend, as a folder of results."""
+    tmp_path = tmp_path_factory.mktemp("results")
     arguments = ("--shapes", "4,256,128,2", "--tokens", "32", "--backends", "torch", "--out", str(tmp_path))
     assert bench.bench_main(parse(*arguments)) == 0
     return tmp_path
 
 
 def test_a_run_writes_records_and_a_chart(committed, capsys):
-    (name, records), *more = benchmarks_records.load(committed).items()
-    assert name == "cpu/layer" and not more
+    files = benchmarks_records.load(committed)
+    records = files["cpu/layer"]
+    assert set(files) == {"cpu/layer", "cpu/stages"} and benchmarks_records.validate(files["cpu/stages"]) == []
     assert benchmarks_records.validate(records) == []
-    assert [r["bench"] for r in records if r["bench"] != "wgrad"] == ["forward", "backward", "fwd_bwd", "dgrad"]
+    assert [r["bench"] for r in records] == list(bench.PASSES)
     assert 0 < records[0]["rel_l2_out"] < 0.089 and 0 < records[1]["rel_l2_dw13"] < 0.089
     assert not any(benchmarks_records.is_stale(r) for r in records)
     assert (committed / "cpu" / "layer-4-256-128-2.png").read_bytes()[:4] == b"\x89PNG"
@@ -45,16 +47,17 @@ def test_a_run_writes_records_and_a_chart(committed, capsys):
 
 def test_the_suite_writes_all_its_cases(tmp_path, monkeypatch):
     cases = (
-        {"shapes": "4,128,128,2"},
-        {"shapes": "4,128,128,2", "routing": "zipf"},
-        {"shapes": "4,128,128,2", "ranks": 2},
+        {"shapes": "4,128,128,2", "tokens": 64},
+        {"shapes": "4,128,128,2", "routing": "zipf", "bench": "forward"},
+        {"shapes": "4,128,128,2", "ranks": 2, "bench": "forward"},
+        {"shapes": "4,128,128,2", "precision": "bf16", "bench": "forward"},
     )
     monkeypatch.setattr(bench, "SUITE", cases)
     assert bench.bench_main(parse("--suite", "--backends", "torch", "--out", str(tmp_path), "--no-charts")) == 0
-    (records,) = benchmarks_records.load(tmp_path).values()
+    records = benchmarks_records.load(tmp_path)["cpu/layer"]
     assert benchmarks_records.validate(records) == []
-    kinds = [(r["routing"], r["ranks"]) for r in records if r["bench"] == "forward"]
-    assert kinds == [("uniform", 1), ("zipf", 1), ("uniform", 2)]
+    kinds = [(r["routing"], r["ranks"], r["precision"]) for r in records if r["bench"] == "forward"]
+    assert kinds == [("uniform", 1, "fp8"), ("zipf", 1, "fp8"), ("uniform", 2, "fp8"), ("uniform", 1, "bf16")]
 
 
 def test_a_backend_that_fails_has_no_record_and_the_others_do(tmp_path, monkeypatch, capsys):
@@ -66,48 +69,65 @@ def test_a_backend_that_fails_has_no_record_and_the_others_do(tmp_path, monkeypa
     assert "torch has no record: AssertionError: torch: out at 3.0 dB" in capsys.readouterr().err
 
 
-def test_a_backend_with_fp8_operands_of_wgrad_is_a_backend_of_its_own(tmp_path):
-    arguments = ("--shapes", "4,128,128,2", "--tokens", "32", "--backends", "torch,torch_wgrad_fp8")
+def test_a_backend_with_bf16_operands_of_wgrad_is_a_backend_of_its_own(tmp_path):
+    arguments = ("--shapes", "4,128,128,2", "--tokens", "32", "--backends", "torch,torch_wgrad_bf16")
     assert bench.bench_main(parse(*arguments, "--out", str(tmp_path), "--no-charts")) == 0
-    (records,) = benchmarks_records.load(tmp_path).values()
-    assert {r["backend"] for r in records} == {"torch", "torch_wgrad_fp8"}
+    records = benchmarks_records.load(tmp_path)["cpu/layer"]
+    assert {r["backend"] for r in records} == {"torch", "torch_wgrad_bf16"}
     assert [r["backend"] for r in records if r["bench"] == "forward"] == ["torch"]
-    assert kernel_hash("cute_wgrad_fp8") == kernel_hash("cute")
+    assert kernel_hash("cute_wgrad_bf16") == kernel_hash("cute")
 
 
 def test_a_case_of_the_suite_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
-    def run_out(problem):
+    def run_out(problem, training):
         if problem.spec.num_experts == 4:
             raise torch.OutOfMemoryError("no room")
+        return {}
 
-    monkeypatch.setattr(bench, "SUITE", ({"shapes": "4,128,128,2"}, {"shapes": "8,128,128,2"}))
+    only = {"bench": "forward", "backends": "torch"}
+    monkeypatch.setattr(bench, "SUITE", ({"shapes": "4,128,128,2"} | only, {"shapes": "8,128,128,2"} | only))
     monkeypatch.setattr(bench, "torch_gemms", run_out)
-    arguments = ("--suite", "--bench", "forward", "--backends", "torch", "--out", str(tmp_path), "--no-charts")
+    arguments = ("--suite", "--out", str(tmp_path), "--no-charts")
     assert bench.bench_main(parse(*arguments)) == 1
     assert "4,128,128,2 T=1024 has no record: OutOfMemoryError: no room" in capsys.readouterr().err
     assert [r["shape"] for r in benchmarks_records.load(tmp_path)["cpu/layer"]] == ["8,128,128,2"]
 
 
-def test_wgrad_is_what_backward_takes_longer_than_dgrad():
-    same = {
-        "shape": "A",
-        "T": 8,
-        "routing": "uniform",
-        "ranks": 1,
-        "backend": "cute",
-        "precision": "fp8",
-        "graph": True,
-    }
+def test_rows_say_what_they_include_and_ratios_what_they_compare(committed):
+    records = benchmarks_records.load(committed)["cpu/layer"]
+    assert all(r["includes"] == bench.INCLUDES[r["bench"]] for r in records)
     records = [
-        {"bench": "backward", **same, "us": 30.0, "us_sustained": 33.0},
-        {"bench": "dgrad", **same, "us": 10.0, "us_sustained": 11.0},
+        {"bench": b, "backend": backend, "us": us, "tflops": None, "gb_per_s": None}
+        for b, backend, us in (
+            ("forward", "cute", 2.0),
+            ("wgrad", "cute", 5.0),
+            ("wgrad", "triton", 20.0),
+            ("gemms", "torch_scaled_grouped_mm", 3.0),
+            ("wgrad", "torch_grouped_mm", 10.0),
+            ("wgrad", "torch_scaled_grouped_mm", 6.0),
+        )
     ]
-    (made,) = bench.wgrad_records(records, 40_000_000)
-    assert (made["us"], made["us_sustained"], made["tflops"], made["derived"]) == (20.0, 22.0, 2.0, True)
+    bench.add_ratios(records)
+    assert [r["ratio_to_torch_gemms"] for r in records] == [1.5, 2.0, 0.5, None, None, None]
+    assert [r["ratio_to_triton"] for r in records[:3]] == [None, 4.0, 1.0]
+
+
+def test_parts_of_the_backward_are_timed_alone_and_checked(tmp_path, monkeypatch, capsys):
+    kinds = ("--bench", "wgrad,wgrad13,wgrad2,requantize,fwd_bwd_requantized", "--backends", "torch")
+    arguments = ("--shapes", "4,128,128,2", "--tokens", "32", *kinds, "--no-charts", "--out", str(tmp_path))
+    assert bench.bench_main(parse(*arguments)) == 0
+    files = benchmarks_records.load(tmp_path)
+    assert [r["bench"] for r in files["cpu/layer"]] == ["fwd_bwd_requantized", "wgrad"]
+    stages = {r["bench"]: r for r in files["cpu/stages"]}
+    assert set(stages) == {"wgrad13", "wgrad2", "requantize"} and "rel_l2_dw2" not in stages["wgrad13"]
+    assert benchmarks_records.validate([r for file in files.values() for r in file]) == []
+    monkeypatch.setattr(bench_problem.LayerRun, "wgrad", lambda self: None)  # leaves the NaN
+    assert bench.bench_main(parse(*arguments)) == 1
+    assert "torch has no record: AssertionError: torch: dw13 at nan dB" in capsys.readouterr().err
 
 
 def test_validate_names_what_is_wrong(committed):
-    (records,) = benchmarks_records.load(committed).values()
+    records = benchmarks_records.load(committed)["cpu/layer"]
     first = records[0]
     assert benchmarks_records.validate([{k: v for k, v in first.items() if k != "us"}]) == ["records[0]: us is missing"]
     assert benchmarks_records.validate([first | {"T": "32"}], "h200/x") == ["h200/x[0]: T = '32'"]
@@ -117,7 +137,7 @@ def test_validate_names_what_is_wrong(committed):
 
 
 def test_records_of_other_kernels_are_stale(committed):
-    (records,) = benchmarks_records.load(committed).values()
+    records = benchmarks_records.load(committed)["cpu/layer"]
     old = records[0] | {"backend": "triton", "kernel_hash": "0" * 16}
     new = old | {"kernel_hash": kernel_hash("triton")}
     assert benchmarks_records.is_stale(old) and not benchmarks_records.is_stale(new)
@@ -176,11 +196,11 @@ def test_options_are_refused_by_name():
     with pytest.raises(MegaMoEValueError, match=r"--ranks: expected a divisor of 30 tokens, got 4"):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--tokens", "30", "--ranks", "4"))
     with pytest.raises(
-        MegaMoEValueError, match=r"--bench: expected of forward, backward, fwd_bwd, dgrad, wgrad, stages"
+        MegaMoEValueError, match=r"--bench: expected of forward, .*, wgrad, wgrad13, wgrad2, requantize, stages, got"
     ):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--bench", "sideways"))
     with pytest.raises(
-        MegaMoEValueError, match=r"--backends: expected of cute, triton, torch, cute_wgrad_fp8, .* got 'x'"
+        MegaMoEValueError, match=r"--backends: expected of cute, triton, torch, cute_wgrad_bf16, .* got 'x'"
     ):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--backends", "x"))
     with pytest.raises(BackendUnavailable, match=r"--backends: none of cute runs this on cpu"):
@@ -215,8 +235,7 @@ def test_bars_stack_the_stages_and_roofs_follow_the_dense_product(tmp_path):
     records += [{"bench": "dense_matmul", "backend": "torch", "us": 50.0, "tflops": 2000.0, **same}]
     found = dict(chart.bars(records))
     assert sum(t for _, t in found["forward\nTriton stages"]) == pytest.approx(0.1 * len(chart.FORWARD))
-    backward = dict(found["backward\nTriton stages"])
-    assert backward["dequantize"] == pytest.approx(0.2) and backward["wgrad13"] == pytest.approx(0.1)
+    assert dict(found["backward\nTriton stages"])["wgrad13"] == pytest.approx(0.1)
     assert found["forward\ncute"] == [("", 0.5)]
     assert chart.roofs(records) == {"forward": pytest.approx(0.25)}
     write_records(tmp_path / "h200" / "stages.json", [r for r in records if r["bench"] != "forward"])
