@@ -1,8 +1,8 @@
 """Where the weight gradients go: two MoE layers, three schedules, the same bits, and a trace to look at.
 
-"inline" computes a layer's dW before the backward goes on to the layer below, "stream" beside that on a stream of the
-layer's own, "delayed" when the schedule says so: here both layers' dW come after the last dX, which is where a pipeline
-stage has sent its dX away already. What is best depends on sizes and on what else the GPU has to do: measure, as here.
+"inline" computes a layer's dW before the backward goes on to the layer below, "stream" beside that on another stream,
+"delayed" when the schedule says so: here both layers' dW come after the last dX, when a pipeline stage has sent its dX
+away already. What is best depends on sizes and on what else the GPU has to do: measure, as here.
 
     python examples/overlap_tuning.py --trace overlap.json   # for chrome://tracing or ui.perfetto.dev
 """
@@ -18,18 +18,19 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megamoe import MegaMoE, MoEConfig
+from megamoe import MegaMoE, MoEConfig, OverlapConfig
+from megamoe.overlap import WgradMode
 
-MODES = ("inline", "stream", "delayed")
+MODES: tuple[WgradMode, ...] = ("inline", "stream", "delayed")
 
 
 class TwoLayers:
     """Two layers with residuals, and one training step of them in one of the modes."""
 
-    def __init__(self, mode: str, args: argparse.Namespace) -> None:
+    def __init__(self, mode: WgradMode, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         config = MoEConfig(args.hidden, args.intermediate, num_experts=args.experts, top_k=args.top_k)
-        options: dict[str, Any] = {"wgrad": mode, "backend": args.backend, "device": args.device}
+        options: dict[str, Any] = {"overlap": OverlapConfig(wgrad=mode), "backend": args.backend, "device": args.device}
         self.mode, self.layers = mode, [MegaMoE(config, **options) for _ in range(2)]
 
     def step(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,94 +1,277 @@
-"""Train a tiny language model with FP8 experts, beside the same model with bf16 experts, and compare the losses.
+"""Train a tiny DeepSeek-style language model with FP8 experts: fused and Triton kernels beside bf16, three seeds each.
 
-The data are texts of a made-up language in which every word follows from the two before it, so that a model can learn
-it in seconds. Router biases are moved by how many tokens each expert got, as DeepSeek-V3 balances its experts.
+Two layers of attention and a mixture of experts with a shared expert, on bytes of the texts that Python's help() shows.
+All runs see the same batches; a seed draws the weights. The fused kernels pass if their losses are no further from the
+Triton path's than those of two seeds are from each other: mean absolute difference over the last third of the steps.
+Router biases are moved by how many tokens each expert got, as DeepSeek-V3 balances its experts.
+
+    python examples/train_tiny.py --out tiny        # on a GPU; also writes tiny.json and, with matplotlib, tiny.png
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
+import json
+import math
+import pydoc_data.topics
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from megamoe import MegaMoE, MoEConfig, Recipe
+from megamoe.backends import BACKENDS, Problem
 
-VOCAB, CONTEXT = 32, 2
+VOCAB, CONTEXT, LAYERS = 256, 128, 2
+GAP = 0.01
+"""What the mean loss with FP8 may be away from that with bf16 in the end, in nats."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Who computes the experts."""
+
+    name: str
+    backend: str
+    recipe: Recipe
+
+
+BF16 = Run("bf16", "torch", Recipe("bf16"))
+TRITON = Run("Triton FP8", "triton", Recipe())
+FUSED = Run("fused FP8", "cute", Recipe())
+EMULATED = Run("FP8 emulation", "torch", Recipe())
+
+
+class Attention(nn.Module):
+    """Causal attention with four heads, written out: the same bits in every run."""
+
+    def __init__(self, hidden: int, device: str) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False, device=device)
+        self.out = nn.Linear(hidden, hidden, bias=False, device=device)
+        self.register_buffer("mask", torch.ones(CONTEXT, CONTEXT, device=device).triu(1).bool(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(self.mask, -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
-    """Embeds the two words before, passes two MoE layers with residuals, and guesses the next word."""
+    """Bytes [B, S] -> logits of the next byte [B, S, 256]."""
 
-    def __init__(self, config: MoEConfig, recipe: Recipe, backend: str, device: str) -> None:
+    def __init__(self, config: MoEConfig, run: Run, device: str) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB * CONTEXT, config.hidden_size, device=device)
-        self.norms = nn.ModuleList(nn.RMSNorm(config.hidden_size, device=device) for _ in range(2))
-        self.layers = nn.ModuleList(
-            MegaMoE(config, recipe=recipe, weights="fp32", backend=backend, device=device)  # type: ignore[arg-type]
-            for _ in range(2)
+        hidden = config.hidden_size
+        self.bytes, self.places = (nn.Embedding(n, hidden, device=device) for n in (VOCAB, CONTEXT))
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden, device=device) for _ in range(2 * LAYERS + 1))
+        self.attentions = nn.ModuleList(Attention(hidden, device) for _ in range(LAYERS))
+        self.experts = nn.ModuleList(
+            MegaMoE(config, recipe=run.recipe, weights="fp32", backend=run.backend, device=device)  # type: ignore[arg-type]
+            for _ in range(LAYERS)
         )
-        self.head = nn.Linear(config.hidden_size, VOCAB, device=device)
+        self.head = nn.Linear(hidden, VOCAB, bias=False, device=device)
         self.bias_step = 1e-3
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """words [T, 2] -> logits [T, VOCAB]."""
-        places = torch.arange(CONTEXT, device=words.device) * VOCAB
-        x = self.embedding(words + places).sum(dim=1)
-        layer: Any
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            out, counts = layer(norm(x), return_expert_counts=True)
+        x = self.bytes(words) + self.places.weight
+        experts: Any
+        for i, (attention, experts) in enumerate(zip(self.attentions, self.experts, strict=True)):
+            x = x + attention(self.norms[2 * i](x))
+            out, counts = experts(self.norms[2 * i + 1](x), return_expert_counts=True)
             x = x + out
             if self.training:
                 with torch.no_grad():
-                    layer.router.correction_bias += self.bias_step * torch.sign(counts.float().mean() - counts.float())
-        return self.head(x)
+                    experts.router.correction_bias += self.bias_step * torch.sign(
+                        counts.float().mean() - counts.float()
+                    )
+        return self.head(self.norms[-1](x))
 
 
-def train(recipe: Recipe, args: argparse.Namespace) -> list[float]:
-    """The losses of a run; only the recipe differs between runs."""
-    torch.manual_seed(0)
-    config = MoEConfig(args.hidden, args.hidden // 2, num_experts=8, top_k=2, num_shared_experts=1)
-    model = Model(config, recipe, args.backend, args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    generator = torch.Generator().manual_seed(1)
-    rule = torch.randint(0, VOCAB, (VOCAB, VOCAB), generator=generator)
-    losses = []
-    for _ in range(args.steps):
-        words = torch.randint(0, VOCAB, (args.tokens, CONTEXT), generator=generator)
-        target = rule[words[:, 0], words[:, 1]].to(args.device)
-        loss = nn.functional.cross_entropy(model(words.to(args.device)), target)
+def text() -> torch.Tensor:
+    """The bytes of all of Python's help topics, one after the other."""
+    topics = pydoc_data.topics.topics
+    return torch.frombuffer(bytearray("".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
+
+
+def train(run: Run, seed: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Losses and gradient norms of a run."""
+    torch.manual_seed(seed)
+    config = MoEConfig(args.hidden, args.intermediate, num_experts=8, top_k=2, num_shared_experts=1)
+    model = Model(config, run, args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    data = text().to(args.device)
+    generator = torch.Generator().manual_seed(0)  # the same batches in every run
+    offsets = torch.arange(CONTEXT + 1, device=args.device)
+    losses, norms = [], []
+    for step in range(args.steps):
+        starts = torch.randint(0, len(data) - CONTEXT - 1, (args.batch, 1), generator=generator).to(args.device)
+        batch = data[starts + offsets].long()
+        logits = model(batch[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, (step + 1) / 20)
         optimizer.step()
-        losses.append(loss.item())
-    return losses
+        losses.append(loss.detach())
+    return {"loss": torch.stack(losses).tolist(), "grad_norm": torch.stack(norms).tolist()}
+
+
+def distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """Mean absolute difference."""
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def judge(losses: dict[str, list[list[float]]], steps: int) -> dict[str, Any]:
+    """The figures that decide, and whether the runs pass.
+
+    Args:
+        losses: by name of the run, for each seed, of each step.
+        steps: of a run; the last third counts.
+    """
+    third = max(1, steps // 3)
+    last = {name: [seed[-third:] for seed in seeds] for name, seeds in losses.items()}
+    mean = {name: sum(map(sum, seeds)) / len(seeds) / third for name, seeds in last.items()}
+    unfused = TRITON.name if TRITON.name in losses else next(name for name in losses if name != BF16.name)
+    seeds = last[unfused]
+    pairs = list(itertools.combinations(range(len(seeds)), 2))
+    figures: dict[str, Any] = {
+        "mean_of_last_third": mean,
+        "between_seeds": sum(distance(seeds[i], seeds[j]) for i, j in pairs) / len(pairs) if pairs else None,
+        "fp8_to_bf16": {name: abs(value - mean[BF16.name]) for name, value in mean.items() if name != BF16.name},
+    }
+    before = {name: sum(sum(s[third : 2 * third]) for s in runs) / len(runs) / third for name, runs in losses.items()}
+    figures["fp8_to_bf16_in_the_third_before"] = {
+        name: abs(value - before[BF16.name]) for name, value in before.items() if name != BF16.name
+    }
+    first = sum(seed[0] for seed in losses[BF16.name]) / len(losses[BF16.name])
+    learns = all(value < 0.8 * first for value in mean.values())
+    passes = learns and all(gap < 0.05 * first for gap in figures["fp8_to_bf16"].values())
+    if FUSED.name in last and figures["between_seeds"] is not None:
+        apart = [distance(a, b) for a, b in zip(last[FUSED.name], seeds, strict=True)]
+        figures["fused_to_triton"] = sum(apart) / len(apart)
+        passes = passes and figures["fused_to_triton"] <= figures["between_seeds"]
+    return {**figures, "passes": passes}
+
+
+def report(losses: dict[str, list[list[float]]], figures: dict[str, Any], steps: int) -> None:
+    """Print the losses of the first seed, and what decides."""
+    names = list(losses)
+    print("step  " + "".join(f"{name:>15}" for name in names))
+    for step in sorted({*range(0, steps, max(1, steps // 10)), steps - 1}):
+        print(f"{step:4}  " + "".join(f"{losses[name][0][step]:15.4f}" for name in names))
+    print(
+        "mean of the last third, all seeds: "
+        + ", ".join(f"{n} {v:.4f}" for n, v in figures["mean_of_last_third"].items())
+    )
+    for name, gap in figures["fp8_to_bf16"].items():
+        was = figures["fp8_to_bf16_in_the_third_before"][name]
+        kept = "within" if gap <= GAP else "above"
+        print(f"{name} to bf16: {gap:.4f}, {kept} {GAP} (the third before: {was:.4f})")
+    if "fused_to_triton" in figures:
+        print(
+            f"fused to Triton, mean |difference| over the last third: {figures['fused_to_triton']:.4f}; "
+            f"two seeds: {figures['between_seeds']:.4f}"
+        )
+    print("pass" if figures["passes"] else "FAIL")
+
+
+def draw(losses: dict[str, list[list[float]]], path: Path) -> bool:
+    """Loss curves of all runs and seeds into one PNG; False where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    whole, end = figure.subplots(1, 2)
+    for colour, (name, seeds) in zip(("#444444", "#4a7fb5", "#d98c4a", "#74b08a"), losses.items(), strict=False):
+        for i, seed in enumerate(seeds):
+            label = name if i == 0 else None
+            whole.plot(seed, color=colour, linewidth=0.8, label=label, alpha=0.8)
+            third = len(seed) // 3
+            smooth = torch.tensor(seed).unfold(0, min(10, len(seed)), 1).mean(1).tolist()
+            end.plot(range(len(seed) - len(smooth[-third:]), len(seed)), smooth[-third:], color=colour, linewidth=0.9)
+    whole.set_xlabel("step")
+    whole.set_ylabel("loss, nats a byte")
+    whole.legend(frameon=False)
+    end.set_xlabel("step, the last third; means of 10 steps")
+    figure.savefig(path, dpi=130)
+    return True
+
+
+def runs_on(device: str, hidden: int, intermediate: int) -> list[Run]:
+    """bf16, then what runs here: the FP8 kernels, or their emulation where there are none."""
+    problem = Problem.of(torch.device(device), Recipe(), hidden, intermediate, num_experts=8, top_k=2)
+    found = []
+    for run in (TRITON, FUSED):
+        reason = BACKENDS[run.backend].why_not(problem)
+        if reason is None:
+            found.append(run)
+        elif device.startswith("cuda"):
+            print(f"{run.name} is left out: {reason}")
+    return [BF16, *(found or [EMULATED])]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train both; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--tokens", type=int, default=512, help="T of a step")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--backend", default="auto", choices=("auto", "torch", "triton", "cute"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    """Train all runs with all seeds; returns the exit status."""
+    has_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3 if has_gpu else 1)
+    parser.add_argument(
+        "--batch", type=int, default=16 if has_gpu else 4, help=f"sequences of {CONTEXT} bytes in a step"
+    )
+    parser.add_argument("--hidden", type=int, default=256 if has_gpu else 128)
+    parser.add_argument("--intermediate", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
+    parser.add_argument("--out", help="also write OUT.json and OUT.png")
     args = parser.parse_args(argv)
 
-    runs = {precision: train(Recipe(precision), args) for precision in ("fp8", "bf16")}  # type: ignore[arg-type]
-    print("step      fp8     bf16")
-    for step in sorted({*range(0, args.steps, max(1, args.steps // 10)), args.steps - 1}):
-        print(f"{step:4}  {runs['fp8'][step]:7.4f}  {runs['bf16'][step]:7.4f}")
-    last = max(1, args.steps // 10)
-    fp8, bf16 = (sum(losses[-last:]) / last for losses in runs.values())
-    first = runs["bf16"][0]
-    apart = abs(fp8 - bf16) / first
-    passes = fp8 < 0.9 * first and apart < 0.05
-    print(f"mean of the last {last}: {fp8:.4f} and {bf16:.4f}, {apart:.1%} of the first loss apart", end="")
-    print(": pass" if passes else ": FAIL, expected less than 5 % apart and a loss that falls by a tenth at least")
-    return 0 if passes else 1
+    losses: dict[str, list[list[float]]] = {}
+    norms: dict[str, list[list[float]]] = {}
+    seconds: dict[str, float] = {}
+    for run in runs_on(args.device, args.hidden, args.intermediate):
+        begin = time.perf_counter()
+        for seed in range(args.seeds):
+            found = train(run, seed, args)
+            losses.setdefault(run.name, []).append(found["loss"])
+            norms.setdefault(run.name, []).append(found["grad_norm"])
+        seconds[run.name] = round(time.perf_counter() - begin, 1)
+        print(f"{run.name}: {args.seeds} x {args.steps} steps in {seconds[run.name]:.0f} s", flush=True)
+    figures = judge(losses, args.steps)
+    report(losses, figures, args.steps)
+    if args.out is not None:
+        path = Path(args.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"what": vars(args), **environment(args.device), "seconds": seconds, **figures}
+        record |= {"losses": rounded(losses), "grad_norms": rounded(norms)}
+        path.with_suffix(".json").write_text(json.dumps(record) + "\n")
+        print(
+            f"wrote {path.with_suffix('.json')}" + (f", {path}.png" if draw(losses, path.with_suffix(".png")) else "")
+        )
+    return 0 if figures["passes"] else 1
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Where and with what it was trained."""
+    from megamoe.cli.records import environment as of
+
+    return of("cute", torch.device(device))
+
+
+def rounded(values: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    """Five digits."""
+    return {name: [[float(f"{v:.5g}") for v in seed] for seed in seeds] for name, seeds in values.items()}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,18 @@ from megamoe.config import MoEConfig
 from megamoe.context import MoEContext
 from megamoe.functional import mega_moe
 from megamoe.layer import MegaMoE
+from megamoe.overlap import OverlapConfig
 from megamoe.recipe import Recipe
 from megamoe.router import Router
 
-__all__ = ["LocalWorld", "MegaMoE", "MoEConfig", "MoEContext", "Recipe", "Router", "__version__", "mega_moe"]
+__all__ = [
+    "LocalWorld",
+    "MegaMoE",
+    "MoEConfig",
+    "MoEContext",
+    "OverlapConfig",
+    "Recipe",
+    "Router",
+    "__version__",
+    "mega_moe",
+]

@@ -16,6 +16,7 @@ from megamoe.comm import Hierarchy, LocalWorld, Transport, as_transport
 from megamoe.comm.reach import TransportName, check_transport, why_not_symmetric
 from megamoe.deferred import DeferredWgrad
 from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError, expected
+from megamoe.overlap import OverlapConfig
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.unfused import ForwardOptions, SaveMode, worst_rows
 from megamoe.weights import WeightCopies
@@ -115,6 +116,7 @@ class MoEContext:
             the peers' memory, over a group on one node. "nccl": all-to-alls around the kernel, over any group or
             `Hierarchy`, gloo too. None: the first where it can, else the second. Backends "torch" and "triton" always
             run all-to-alls; "auto" runs "cute" over a group only with transport="symmetric".
+        overlap: what runs beside what; None: the defaults. Of `wgrad` a call without a module takes "inline" only.
         debug: check the values of ids on CUDA devices too, which synchronises; on the CPU they are always checked.
         copies: where copies of the weights are kept between calls. None: every call makes its own, and so does every
             backward.
@@ -135,6 +137,7 @@ class MoEContext:
         max_tokens_per_rank: int | None = None,
         save: SaveMode = "pool",
         transport: TransportName | None = None,
+        overlap: OverlapConfig | None = None,
         debug: bool = False,
         copies: WeightCopies | None = None,
     ) -> None:
@@ -146,6 +149,7 @@ class MoEContext:
             raise MegaMoEValueError(expected("save", "'pool', 'repull' or 'recompute'", repr(save)))
         self.recipe = recipe if recipe is not None else Recipe()
         self.world, self.backend, self.debug, self.copies = world, backend, debug, copies
+        self.overlap = check_overlap(overlap)
         sizes = (num_ranks, num_local, capacity, max_tokens_per_rank, save)
         self.shapes = Spec(backend, self.recipe.precision, *sizes, transport, why_not_symmetric(world) or "")
         self.spec = str(self.shapes)
@@ -183,9 +187,9 @@ class MoEContext:
         num_rows = self.shapes.pool_rows([ids.shape[0] for ids in topk_ids], topk_ids[0].shape[1], experts_per_rank)
         unchecked = num_rows is not None and not self.debug and topk_ids[0].is_cuda
         if self.shapes.is_group:
-            return ForwardOptions(save, num_rows, self.static_tokens, self.debug)
+            return ForwardOptions(save, num_rows, self.static_tokens, self.debug, self.overlap)
         bound = max(ids.shape[0] for ids in topk_ids) if unchecked else None
-        return ForwardOptions(save, num_rows, bound, self.debug)
+        return ForwardOptions(save, num_rows, bound, self.debug, self.overlap)
 
     @property
     def static_tokens(self) -> int | None:
@@ -206,7 +210,7 @@ class MoEContext:
     def __reduce__(self) -> tuple[Any, ...]:
         shapes = self.shapes
         sizes = (shapes.capacity, shapes.max_tokens_per_rank, shapes.save, shapes.transport)
-        return _make_context, (self.recipe, self.world, self.backend, *sizes, self.debug)
+        return _make_context, (self.recipe, self.world, self.backend, *sizes, self.overlap, self.debug)
 
 
 def _make_context(
@@ -217,6 +221,7 @@ def _make_context(
     max_tokens_per_rank: int | None,
     save: SaveMode,
     transport: TransportName | None,
+    overlap: OverlapConfig,
     debug: bool,
 ) -> MoEContext:
     return MoEContext(
@@ -227,6 +232,7 @@ def _make_context(
         max_tokens_per_rank=max_tokens_per_rank,
         save=save,
         transport=transport,
+        overlap=overlap,
         debug=debug,
     )
 
@@ -261,6 +267,13 @@ def _count_ranks(world: World) -> tuple[int, int]:
     if isinstance(world, Hierarchy):
         return dist.get_world_size(world.inside) * dist.get_world_size(world.between), 1
     raise MegaMoETypeError(expected("world", "None, a LocalWorld, a ProcessGroup or a Hierarchy", type(world).__name__))
+
+
+def check_overlap(overlap: OverlapConfig | None) -> OverlapConfig:
+    """The settings, None for the defaults; refuses what is neither."""
+    if overlap is not None and not isinstance(overlap, OverlapConfig):
+        raise MegaMoETypeError(expected("overlap", "an OverlapConfig or None", type(overlap).__name__))
+    return overlap or OverlapConfig()
 
 
 def _check_sizes(capacity: Capacity, max_tokens: int | None, is_group: bool) -> None:

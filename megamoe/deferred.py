@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from megamoe.errors import MegaMoERuntimeError, MegaMoEValueError, expected
-
-WgradMode = Literal["inline", "stream", "delayed"]
-"""When weight gradients are computed.
-
-"inline": on the caller's stream; they are finished when backward returns and go through autograd. "stream": on a stream
-of the layer's own, beside what the backward does next; finished when `backward()` returns. "delayed": when
-`backward_dw()` is called. The last two write `.grad` themselves, or add to `main_grad` where the parameter has one.
-"""
+from megamoe.errors import MegaMoERuntimeError, expected
+from megamoe.overlap import WgradMode
 
 WeightJob: TypeAlias = Callable[["torch.Tensor | None", "torch.Tensor | None", bool], None]
 """Computes one rank's dW13 and dW2 into the two tensors (None: not wanted); True: adds to what is there."""
@@ -37,12 +31,14 @@ class Later:
 
     Attributes:
         w13, w2: which ones are wanted.
-        take: is given each local rank's job, in the order of ranks.
+        take: is given each local rank's job, in the order of ranks. With the last one they may start.
+        is_beside: whether they run beside other kernels, which want SMs: then a CTA should take one task and end.
     """
 
     w13: bool
     w2: bool
     take: Callable[[WeightJob], None]
+    is_beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +47,6 @@ class _Call:
 
     wants: tuple[bool, bool]
     jobs: list[WeightJob]
-
-
-def check_mode(mode: str) -> None:
-    """Refuse what is no mode."""
-    if mode not in get_args(WgradMode):
-        raise MegaMoEValueError(expected("wgrad", "'inline', 'stream' or 'delayed'", repr(mode)))
 
 
 class DeferredWgrad:
@@ -74,36 +64,41 @@ class DeferredWgrad:
         self._experts, self.mode = experts, mode
         self._waiting: collections.deque[_Call] = collections.deque()
         self._running: list[_Call] = []
-        self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
         """Backwards whose weight gradients are still to be computed."""
         return len(self._waiting)
 
-    def later(self, w13: bool, w2: bool) -> tuple[Later, Callable[[], None]]:
-        """What one backward hands its jobs to, and what it calls when it has handed over all of them."""
+    def later(self, w13: bool, w2: bool, num_jobs: int) -> Later:
+        """What one backward hands its jobs to, of which there are `num_jobs`, one for each local rank."""
         call = _Call((w13, w2), [])
-        return Later(w13, w2, call.jobs.append), lambda: self._add(call)
+
+        def take(job: WeightJob) -> None:
+            call.jobs.append(job)
+            if len(call.jobs) == num_jobs:
+                self._add(call)
+
+        return Later(w13, w2, take, self.mode == "stream")
 
     def _add(self, call: _Call) -> None:
+        """Queue a backward's jobs; "stream" starts them, behind what is on the caller's stream by now."""
         self._waiting.append(call)
         if self.mode != "stream":
             return
         if not self._experts.w13.is_cuda:
             self.run()
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._experts.w13.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._experts.w13.device))
-        with torch.cuda.stream(self._stream):
+        stream = _side_stream(self._experts.w13.device)
+        stream.wait_stream(torch.cuda.current_stream(self._experts.w13.device))
+        with torch.cuda.stream(stream):
             self.run()
         self._running.append(call)  # the operands belong to the stream until it has been joined
         torch.autograd.Variable._execution_engine.queue_callback(self._join)
 
     def _join(self) -> None:
         """The end of a backward: the caller's stream waits for the gradients."""
-        assert self._stream is not None
-        torch.cuda.current_stream(self._experts.w13.device).wait_stream(self._stream)
+        device = self._experts.w13.device
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
         self._running.clear()
 
     def run(self) -> None:
@@ -126,6 +121,12 @@ class DeferredWgrad:
         for target in targets:
             if target is not None:
                 target.finish()
+
+
+@functools.lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers on a device, so that they share its memory; of the lowest priority that there is."""
+    return torch.cuda.Stream(device, priority=0)
 
 
 class _Target:
@@ -167,5 +168,5 @@ def refuse_managed(experts: HasWeights) -> None:
         reason = "parameters that FSDP shards"
     if reason is not None:
         raise MegaMoERuntimeError(
-            expected("wgrad", "'inline' here", f"'stream' or 'delayed' with {reason}", "Make the layer with 'inline'.")
+            expected("overlap.wgrad", "'inline' here", f"'stream' or 'delayed' with {reason}", "Take 'inline'.")
         )

@@ -69,6 +69,9 @@ def mega_moe(
     pair = (None, None) if scales is None else scales
     error = _structure_error(xs, ids, weights, w13, w2, pair)
     scale13, scale2 = (None, None) if error is not None else pair
+    if error is None and context.overlap.wgrad != "inline" and context.deferred is None:
+        contract = "'inline' where no module holds the weights"
+        error = MegaMoEValueError(expected("context.overlap.wgrad", contract, repr(context.overlap.wgrad)))
     error = error or find_error(context.shapes, xs, ids, weights, w13, w2, scale13, scale2)
     if error is not None:
         context.report(error, next((t.device for t in (w13, *xs) if isinstance(t, torch.Tensor)), torch.device("cpu")))

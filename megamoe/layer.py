@@ -15,11 +15,12 @@ import checkpoints
 from megamoe import backends
 from megamoe.config import MoEConfig
 from megamoe.context import MoEContext, World
-from megamoe.deferred import DeferredWgrad, WgradMode, check_mode, refuse_managed
-from megamoe.errors import MegaMoEError, MegaMoETypeError, MegaMoEValueError, expected
+from megamoe.deferred import DeferredWgrad, refuse_managed
+from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.family_router import FamilyRouter
 from megamoe.functional import FLOATS, mega_moe
 from megamoe.loading import DTYPES, WeightFormat, check_fits, convert, format_of, place, read_config
+from megamoe.overlap import Overlap, OverlapConfig, OverlapKey, resolve_overlap
 from megamoe.quantize import ceil_div, quantize_weight
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import experts_per_rank
@@ -35,7 +36,6 @@ class Experts(nn.Module):
         weights: "bf16" or "fp32": masters that can be trained. "fp8": e4m3 bytes with fp32 scales, frozen.
         context: how they run.
         device: of the parameters.
-        wgrad: when weight gradients are computed.
 
     Attributes:
         w13: [E_l, 2I, H], gate rows first. w2: [E_l, H, I].
@@ -56,7 +56,6 @@ class Experts(nn.Module):
         weights: WeightFormat,
         context: MoEContext,
         device: torch.device | str | None = None,
-        wgrad: WgradMode = "inline",
     ) -> None:
         super().__init__()
         e, h, i = num_experts, hidden_size, intermediate_size
@@ -72,7 +71,6 @@ class Experts(nn.Module):
             self.register_parameter(name, scale)
         self.context = context
         self.copies = context.copies = WeightCopies(self)
-        self.wgrad: WgradMode = wgrad
         self._defer()
         self.register_load_state_dict_post_hook(_after_load)
 
@@ -105,7 +103,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Any, topk_ids: Any, topk_weights: Any, *, is_first_microbatch: bool | None = None) -> Any:
         """`mega_moe` with these weights."""
-        if self.wgrad != "inline" and torch.is_grad_enabled():
+        if self.context.deferred is not None and torch.is_grad_enabled():
             refuse_managed(self)
         scales = None if self.w13_scale is None or self.w2_scale is None else (self.w13_scale, self.w2_scale)
         return mega_moe(
@@ -120,10 +118,19 @@ class Experts(nn.Module):
         )
 
     def _defer(self) -> None:
-        self.context.deferred = None if self.wgrad == "inline" else DeferredWgrad(self, self.wgrad)
+        mode = self.context.overlap.wgrad
+        self.context.deferred = None if mode == "inline" else DeferredWgrad(self, mode)
+
+    def set_overlap(self, overlap: OverlapConfig) -> None:
+        """Use other settings from the next call on; no weight gradients may wait."""
+        if self.context.deferred is not None and len(self.context.deferred):
+            contract = "no weight gradients that wait"
+            raise MegaMoERuntimeError(expected("overlap", contract, len(self.context.deferred), "Call backward_dw()."))
+        self.context.overlap = overlap
+        self._defer()
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that wait (`wgrad="delayed"`), oldest first, on the current stream."""
+        """Compute the weight gradients that wait (wgrad="delayed"), oldest first, on the current stream."""
         if self.context.deferred is not None:
             self.context.deferred.run()
 
@@ -166,10 +173,8 @@ class MegaMoE(nn.Module):
         recipe: numerics; None: `Recipe(clamp=config.clamp)`.
         weights: "bf16" or "fp32" masters, which can be trained, or "fp8": e4m3 bytes and scales, frozen.
         device: of the parameters.
-        wgrad: "inline": weight gradients are finished when backward returns and go through autograd. "stream": they are
-            computed on a stream of the layer's own beside the rest of the backward, and finished when `backward()`
-            returns. "delayed": they wait for `backward_dw()`. The last two write `.grad` or add to `main_grad`
-            themselves, with the same bits; hooks of the parameters don't see them.
+        overlap: what runs beside what: an `OverlapConfig` (when weight gradients are computed, and settings of fused
+            kernels; the same bits under all of them), or a file that `megamoe tune` wrote; None: the defaults.
         overlap_shared: run the shared expert on a stream of its own, beside dispatch and the routed experts; same bits.
             Unfused backends only; no effect on CPUs and in compiled code.
         context: capacity, max_tokens_per_rank, save, debug: as for `MoEContext`.
@@ -198,7 +203,7 @@ class MegaMoE(nn.Module):
         recipe: Recipe | None = None,
         weights: WeightFormat = "bf16",
         device: torch.device | str | None = None,
-        wgrad: WgradMode = "inline",
+        overlap: Overlap = None,
         overlap_shared: bool = False,
         **context: Any,
     ) -> None:
@@ -206,20 +211,21 @@ class MegaMoE(nn.Module):
         self.overlap_shared = overlap_shared
         if weights not in get_args(WeightFormat):
             raise MegaMoEValueError(expected("weights", "'fp8', 'bf16' or 'fp32'", repr(weights)))
-        check_mode(wgrad)
         recipe = Recipe(clamp=config.clamp) if recipe is None else recipe
         if recipe.clamp != config.clamp:
             raise MegaMoEValueError(expected("recipe.clamp", f"config.clamp = {config.clamp}", recipe.clamp))
         ranks = MoEContext(recipe, world=world, backend=backend, **context)
         alone = MoEContext(recipe, backend=backend, save=ranks.shapes.save)
+        settings = _settings(overlap, config, ranks, device)
+        ranks.overlap, alone.overlap = settings, _of_shared(settings)
         each = experts_per_rank(config.num_experts, ranks.shapes.num_ranks)
         self.config, self.recipe, self.weights = config, recipe, weights
         router_dtype = torch.float32 if weights == "fp32" else torch.bfloat16
         self.router = FamilyRouter(config, config.family, device, router_dtype, vocab_size=config.hash_vocab_size)
         size = (config.hidden_size, config.intermediate_size)
-        self.experts = Experts(each * ranks.shapes.num_local, *size, weights, ranks, device, wgrad)
+        self.experts = Experts(each * ranks.shapes.num_local, *size, weights, ranks, device)
         shared_size = (config.hidden_size, config.shared_intermediate_size)
-        self.shared = Experts(1, *shared_size, weights, alone, device, wgrad) if config.num_shared_experts else None
+        self.shared = Experts(1, *shared_size, weights, alone, device) if config.num_shared_experts else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -341,11 +347,25 @@ class MegaMoE(nn.Module):
     def backward_dw(self) -> None:
         """Compute the weight gradients of the backwards since the last call, oldest first, on the current stream.
 
-        With `wgrad="delayed"`; otherwise there are none. Until then the layer keeps their operands.
+        With wgrad="delayed"; otherwise there are none. Until then the layer keeps their operands.
         """
         for experts in (self.shared, self.experts):
             if experts is not None:
                 experts.backward_dw()
+
+    def set_overlap(self, overlap: Overlap) -> None:
+        """Use other settings from the next call on.
+
+        Args:
+            overlap: as for the constructor.
+
+        Raises:
+            MegaMoERuntimeError: weight gradients wait for `backward_dw()`. MegaMoEValueError: a file does not fit.
+        """
+        settings = _settings(overlap, self.config, self.experts.context, self.experts.w13.device)
+        self.experts.set_overlap(settings)
+        if self.shared is not None:
+            self.shared.set_overlap(_of_shared(settings))
 
     def refresh_weights(self) -> None:
         """Say that weights were written in a way that torch does not see; the next forward copies them anew."""
@@ -402,6 +422,7 @@ class MegaMoE(nn.Module):
         weights = format_of(stored.routed) if weights is None else weights
         if stored.tid2eid is not None:
             config = dataclasses.replace(config, hash_vocab_size=stored.tid2eid.shape[0])
+        overlap = options.pop("overlap", None)  # a file has settings for the device where the layer goes
         made = cls(config, world=world, weights=weights, device="meta", **options)
         if stored.tid2eid is not None:
             made.router.tid2eid = stored.tid2eid.to(torch.int64)
@@ -413,7 +434,22 @@ class MegaMoE(nn.Module):
         made.experts.adopt(stored.routed, weights)
         if made.shared is not None and stored.shared is not None:
             made.shared.adopt(stored.shared, weights)
+        made.set_overlap(overlap)
         return made
+
+
+def _settings(
+    overlap: Overlap, config: MoEConfig, context: MoEContext, device: torch.device | str | None
+) -> OverlapConfig:
+    """The settings that the caller means, read from a file if that is what they are."""
+    sizes = (config.num_experts, config.hidden_size, config.intermediate_size, config.top_k)
+    where = torch.get_default_device() if device is None else torch.device(device)
+    return resolve_overlap(overlap, lambda: OverlapKey.of(where, sizes, context.shapes.num_ranks, context.recipe))
+
+
+def _of_shared(overlap: OverlapConfig) -> OverlapConfig:
+    """For the shared expert: what is tuned to the routed experts' sizes stays at its defaults."""
+    return dataclasses.replace(overlap, lag=0, pull_batch=0)
 
 
 @functools.lru_cache

@@ -165,19 +165,17 @@ def backward_op(
         for w, need in zip((w13, w2), needs[2:4], strict=True)
     ]
     into = [None if g is None else list(g.chunk(num_local)) for g in grads_of_weights]
-    later, hand_over = None, None
+    later = None
     if any(needs[4:]) and context.deferred is not None:
-        later, hand_over = context.deferred.later(*needs[4:])
+        later = context.deferred.later(needs[4], needs[5], num_local)
     with _on(w13.device):
         grads = backend.backward(
             transport,
             [dout.to(torch.bfloat16) for dout in douts],
             unpack(saved, list(xs), list(topk_ids), backend, context, save),
             split_experts(experts, num_local),
-            Needs(needs[0], needs[1], into[0], into[1], later),
+            Needs(needs[0], needs[1], into[0], into[1], later, context.overlap),
         )
-        if hand_over is not None:
-            hand_over()
     found: list[Tensor] = []
     for need, per_rank in zip(needs, (grads.dx, grads.dp), strict=False):
         found += per_rank if need and per_rank is not None else []

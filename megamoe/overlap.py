@@ -16,9 +16,9 @@ from megamoe.recipe import Recipe
 WgradMode = Literal["inline", "stream", "delayed"]
 """When weight gradients are computed.
 
-"inline": on the caller's stream; they are finished when backward returns and go through autograd. "stream": on a stream
-of the layer's own, beside what the backward does next; finished when `backward()` returns. "delayed": when
-`backward_dw()` is called. The last two write `.grad` themselves, or add to `main_grad` where the parameter has one.
+"inline": on the caller's stream; they are finished when backward returns and go through autograd. "stream": on another
+stream, beside what the backward does next; finished when `backward()` returns. "delayed": when `backward_dw()` is
+called. The last two write `.grad` themselves, or add to `main_grad` where the parameter has one.
 """
 
 FORMAT = 1
@@ -31,7 +31,7 @@ class OverlapConfig:
 
     Args:
         wgrad: when weight gradients are computed. "inline": they are finished when backward returns and go through
-            autograd. "stream": they are computed on a stream of the layer's own beside the rest of the backward, and
+            autograd. "stream": they are computed on another stream beside the rest of the backward, and
             finished when `backward()` returns. "delayed": they wait for `backward_dw()`. The last two write `.grad` or
             add to `main_grad` themselves; hooks of the parameters don't see them.
         reserve_sms: fused kernels only: SMs that their launches leave to other kernels. All ranks need the same.
@@ -68,10 +68,8 @@ class OverlapConfig:
 
     def __str__(self) -> str:
         """What differs from the defaults."""
-        fields = [
-            (f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
-        ]
-        return ", ".join(f"{name}={value}" for name, value in fields) or "defaults"
+        fields = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
+        return ", ".join(f"{name}={value}" for name, value, default in fields if value != default) or "defaults"
 
 
 Overlap: TypeAlias = "OverlapConfig | str | os.PathLike[str] | None"

@@ -15,6 +15,7 @@ import torch
 
 from megamoe.comm.transport import Transport
 from megamoe.deferred import Later, WeightJob
+from megamoe.overlap import OverlapConfig
 from megamoe.quantize import QuantizedRows, QuantizedWeight
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan
@@ -68,12 +69,14 @@ class ForwardOptions:
         num_rows: rows of every pool, None: just enough.
         max_tokens: as for `Transport.plan`: with it ids are not checked and nothing synchronises.
         debug: look for errors after the call, which synchronises.
+        overlap: settings of fused kernels.
     """
 
     save: SaveMode = "none"
     num_rows: int | None = None
     max_tokens: int | None = None
     debug: bool = False
+    overlap: OverlapConfig = OverlapConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +127,7 @@ class Needs:
         w13, w2: where each local rank's weight gradient goes ([E_l, 2I, H], [E_l, H, I]; fp32 or bf16), or None. They
             are overwritten, with zeros for experts without rows.
         later: who takes weight gradients instead, to compute them later; w13 and w2 are None then.
+        overlap: settings of fused kernels.
     """
 
     x: bool = True
@@ -131,6 +135,7 @@ class Needs:
     w13: list[torch.Tensor] | None = None
     w2: list[torch.Tensor] | None = None
     later: Later | None = None
+    overlap: OverlapConfig = OverlapConfig()
 
     @property
     def wants_w13(self) -> bool:

@@ -27,6 +27,7 @@ COMMANDS: dict[str, Command] = {
     "info": Command("megamoe.cli.info", "info_main", "versions, devices, and which backend runs here or why not"),
     "plan": Command("megamoe.cli.plan", "plan_main", "the memory a layer will hold, before anything is allocated"),
     "bench": Command("megamoe.cli.bench", "bench_main", "time the layer beside torch's grouped GEMMs; write records"),
+    "tune": Command("megamoe.cli.tune", "tune_main", "measure how a layer overlaps best; write what the layer reads"),
     "soak": Command("megamoe.cli.soak", "soak_main", "random calls of one backend against another, for minutes"),
     "trace": Command("megamoe.cli.trace", "trace_main", "what every role of the fused forward does when"),
 }

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from megamoe import LocalWorld, MegaMoE, MoEConfig, Recipe
+from megamoe import LocalWorld, MegaMoE, MoEConfig, OverlapConfig, Recipe
 from megamoe.deferred import DeferredWgrad
 from megamoe.errors import MegaMoERuntimeError, MegaMoEValueError
 from megamoe.gates import sqnr_db
@@ -23,7 +23,7 @@ MODES = ["stream", "delayed"]
 
 def layer_of(wgrad: str, weights: str = "bf16", **options: object) -> MegaMoE:
     torch.manual_seed(0)
-    return MegaMoE(CONFIG, backend="torch", weights=weights, wgrad=wgrad, **options)
+    return MegaMoE(CONFIG, backend="torch", weights=weights, overlap=OverlapConfig(wgrad=wgrad), **options)
 
 
 def tokens(seed: int, count: int = 30) -> torch.Tensor:

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from megamoe import OverlapConfig
 from megamoe.backends import Problem, why_not
 from megamoe.recipe import Recipe
 from tests.support.layer_cases import Where
@@ -29,7 +30,7 @@ def test_case(case, where):
 @pytest.mark.parametrize("wgrad", ["inline", "stream", "delayed"])
 def test_no_leak_over_200_steps(wgrad, where):
     """Sizes of five kinds, in turn; after the first round memory and the number of tensors stay what they were."""
-    layer = layer_of(where, wgrad=wgrad)
+    layer = layer_of(where, overlap=OverlapConfig(wgrad=wgrad))
     sizes = (40, 130, 17, 1, 256)
 
     def step(number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megamoe import LocalWorld, MegaMoE, MoEConfig, Recipe
+from megamoe import LocalWorld, MegaMoE, MoEConfig, OverlapConfig, Recipe
 from megamoe.backends import Problem, why_not
 from megamoe.gates import sqnr_db
 from tests.support.compare import assert_bitwise
@@ -25,7 +25,8 @@ def run(
     """The gradients after four micro-batches of different sizes; of the experts into `main_grad` if it has a dtype."""
     torch.manual_seed(0)
     world = LocalWorld(ranks) if ranks > 1 else None
-    layer = MegaMoE(CONFIG, backend=backend, wgrad=wgrad, world=world, device="cuda", **options)
+    overlap = OverlapConfig(wgrad=wgrad)
+    layer = MegaMoE(CONFIG, backend=backend, overlap=overlap, world=world, device="cuda", **options)
     g = torch.Generator("cuda").manual_seed(1)
     if main_grad is not None:
         for p in (layer.experts.w13, layer.experts.w2):
@@ -82,7 +83,8 @@ def test_a_backward_of_another_size_before_the_gradients_are_asked_for():
     need("cute")
     want = run("inline", "cute", recipe=Recipe(wgrad_operands="fp8"))
     torch.manual_seed(0)
-    layer = MegaMoE(CONFIG, backend="cute", wgrad="delayed", device="cuda", recipe=Recipe(wgrad_operands="fp8"))
+    overlap, recipe = OverlapConfig(wgrad="delayed"), Recipe(wgrad_operands="fp8")
+    layer = MegaMoE(CONFIG, backend="cute", overlap=overlap, device="cuda", recipe=recipe)
     g = torch.Generator("cuda").manual_seed(1)
     for size in SIZES:
         x, dout = (torch.randn(size, 256, device="cuda", generator=g).bfloat16() for _ in range(2))
@@ -98,7 +100,7 @@ def test_a_backward_of_another_size_before_the_gradients_are_asked_for():
 def test_the_stream_is_joined_when_backward_returns():
     """What reads `.grad` on the caller's stream right behind the backward sees all of it."""
     torch.manual_seed(0)
-    layer = MegaMoE(CONFIG, backend="triton", wgrad="stream", device="cuda")
+    layer = MegaMoE(CONFIG, backend="triton", overlap=OverlapConfig(wgrad="stream"), device="cuda")
     x = torch.randn(4000, 256, device="cuda").bfloat16().requires_grad_()
     dout = torch.randn(4000, 256, device="cuda").bfloat16()
     seen = []

@@ -1,0 +1,302 @@
+"""Measure how a layer of a given shape overlaps best, and write it to a file that `MegaMoE(..., overlap=FILE)` reads.
+
+A step of two layers, forward and backward, is timed under one setting after the other: of each field in turn the values
+that were asked for, with the best of the fields before; a round times all of them, every round in another order. With
+several processes (torchrun) a step's time is that of the slowest rank. What changes a bit of the results has no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megamoe.backends import BACKENDS
+from megamoe.cli.bench import Progress
+from megamoe.cli.problem import ROUTINGS, ProblemSpec, draw_topk_ids
+from megamoe.cli.timing import time_variants
+from megamoe.cli.trace import shape_of
+from megamoe.cli.verify import device_of, integers
+from megamoe.comm import LocalWorld
+from megamoe.config import MoEConfig
+from megamoe.errors import MegaMoEError, MegaMoEValueError, expected
+from megamoe.layer import MegaMoE
+from megamoe.overlap import OverlapConfig, OverlapKey, read_overlap, write_overlap
+from megamoe.recipe import Recipe
+
+Timer = Callable[[Mapping[str, Callable[[], object]], torch.device, int, Callable[[str], None]], dict[str, float]]
+"""(steps by setting, device, rounds, progress) -> microseconds of a step on this rank."""
+
+FUSED_ONLY = ("reserve_sms", "lag", "pull_batch")
+"""Fields that only fused kernels have."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `megamoe tune`."""
+    parser.add_argument("--shape", default="A", help="A, B, C or E,H,I,K")
+    parser.add_argument("--tokens", type=int, default=0, help="T, over all ranks; default: that of the shape")
+    parser.add_argument("--routing", default="uniform", choices=ROUTINGS)
+    parser.add_argument("--ranks", type=int, default=1, help="virtual ranks; with torchrun its processes")
+    parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
+    parser.add_argument("--wgrad-operands", choices=("bf16", "fp8"), help="default: the recipe's")
+    parser.add_argument("--clamp", type=float, help="limit of the gated activation")
+    parser.add_argument("--wgrad", default="inline,stream", help="'delayed' only where you call backward_dw() yourself")
+    parser.add_argument("--reserve-sms", default="0,4,8")
+    parser.add_argument("--lag", default="0,8,32")
+    parser.add_argument("--pull-batch", default="0,2,4")
+    parser.add_argument("--rounds", type=int, default=10, help="steps under each setting")
+    parser.add_argument("--least-gain", type=float, default=0.5, help="per cent for which a value is worth a change")
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--out", default="overlap.json", help="what else stands in this file stays there")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One setting in the table: microseconds on the slowest rank, or why there are none."""
+
+    overlap: OverlapConfig
+    us: float | None
+    note: str = ""
+
+
+class TwoLayers:
+    """Two layers with residuals on one set of weights, and a step of them under any setting.
+
+    Args:
+        config, recipe, backend: of the layers. spec: tokens and routing. world: ranks. device: where.
+    """
+
+    def __init__(
+        self, config: MoEConfig, recipe: Recipe, backend: str, spec: ProblemSpec, world: Any, device: torch.device
+    ) -> None:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"recipe": recipe, "backend": backend, "world": world, "device": device}
+        if isinstance(world, LocalWorld) and world.num_ranks > 1:
+            options["capacity"] = "worst"
+        self.layers = [MegaMoE(config, **options) for _ in range(2)]
+        generator = torch.Generator().manual_seed(1)
+        self.ids = [i.to(device) for i in draw_topk_ids(spec, generator).split(list(spec.num_tokens))]
+        sizes = [(t, config.hidden_size) for t in spec.num_tokens]
+        self.xs, self.douts = ([torch.randn(s, generator=generator).bfloat16().to(device) for s in sizes] for _ in "12")
+        self.is_list = len(self.xs) > 1
+
+    def step(self, overlap: OverlapConfig) -> dict[str, torch.Tensor]:
+        """Everything that a step computes, by name."""
+        for layer in self.layers:
+            layer.set_overlap(overlap)
+            layer.zero_grad(set_to_none=True)
+        leaves = [x.detach().requires_grad_() for x in self.xs]
+        ys: Any = leaves
+        for layer in self.layers:
+            outs = layer(ys, topk_ids=self.ids) if self.is_list else [layer(ys[0], topk_ids=self.ids[0])]
+            ys = [y + out for y, out in zip(ys, outs, strict=True)]
+        torch.autograd.backward(ys, self.douts)
+        for layer in reversed(self.layers):
+            layer.backward_dw()
+        found = {f"out {i}": y.detach() for i, y in enumerate(ys)}
+        found |= {f"dx {i}": leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
+        for i, layer in enumerate(self.layers):
+            found |= {f"{i}.{name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        return found
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """Two sums of each tensor's bits, one weighted by position: equal for equal bits, and hardly for others."""
+    sums = {}
+    for name, tensor in tensors.items():
+        plain = weighted = 0
+        bits = tensor.contiguous().view(-1).view(torch.uint8)
+        words = bits.view(torch.int16 if bits.numel() % 2 == 0 else torch.uint8)
+        for part in words.split(1 << 24):
+            place = torch.arange(1, part.numel() + 1, device=part.device)
+            plain += int(part.sum(dtype=torch.int64))
+            weighted += int((part.long() * place).sum())
+        sums[name] = (plain, weighted)
+    return sums
+
+
+def candidates(best: OverlapConfig, field: str, values: Sequence[Any]) -> list[OverlapConfig]:
+    """`best` with each of a field's values, itself first."""
+    return [best, *(dataclasses.replace(best, **{field: v}) for v in values if v != getattr(best, field))]
+
+
+def slowest(us: Mapping[str, float], group: Any = None) -> dict[str, float]:
+    """The times of the slowest rank, the same on all ranks: a step ends when its last rank does."""
+    if group is None:
+        return dict(us)
+    on_cuda = dist.get_backend(group) == "nccl"
+    times = torch.tensor(list(us.values()), dtype=torch.float64, device="cuda" if on_cuda else "cpu")
+    dist.all_reduce(times, dist.ReduceOp.MAX, group)
+    return dict(zip(us, times.tolist(), strict=True))
+
+
+def measure(
+    variants: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, progress: Callable[[str], None]
+) -> dict[str, float]:
+    """The timer: medians of interleaved steps. Every rank makes the same number of calls in the same order."""
+    times = time_variants(variants, device, rounds=rounds, sustained_s=0.0, progress=progress)
+    return {name: timing.us for name, timing in times.items()}
+
+
+def search(
+    step: Callable[[OverlapConfig], Mapping[str, torch.Tensor]],
+    space: Mapping[str, Sequence[Any]],
+    device: torch.device,
+    *,
+    rounds: int = 10,
+    least_gain: float = 0.005,
+    timer: Timer = measure,
+    group: Any = None,
+    show: Callable[[Row], None] = lambda row: None,
+) -> tuple[OverlapConfig, list[Row]]:
+    """The best setting of a step, field by field.
+
+    Args:
+        step: runs once under a setting and returns what it computed.
+        space: values of each field to try, beside the default.
+        rounds: steps under each setting. least_gain: share of the time below which a value is not worth a change.
+        timer: takes the times. group: ranks in other processes. show: is given each row of the table.
+
+    Returns:
+        (setting, rows). Settings that are refused, or whose bits are not those of the default, have no time.
+    """
+    best, want = OverlapConfig(), digest(step(OverlapConfig()))
+    seen: dict[OverlapConfig, Row] = {}
+    for field, values in space.items():
+        usable = []
+        for overlap in candidates(best, field, values):
+            note = "" if overlap == best else _why_not(step, overlap, want, group)
+            if note:
+                seen[overlap] = Row(overlap, None, note)
+                show(seen[overlap])
+            else:
+                usable.append(overlap)
+        if len(usable) < 2:
+            continue
+        progress = Progress((rounds + 1) * len(usable), field)
+        variants = {str(overlap): _once(step, overlap) for overlap in usable}
+        times = slowest(timer(variants, device, rounds, progress), group)
+        for overlap in usable:
+            seen[overlap] = Row(overlap, times[str(overlap)])
+            show(seen[overlap])
+        winner = min(usable, key=lambda overlap: times[str(overlap)])
+        if times[str(winner)] < times[str(best)] * (1 - least_gain):
+            best = winner
+    return best, list(seen.values())
+
+
+def _once(step: Callable[[OverlapConfig], object], overlap: OverlapConfig) -> Callable[[], object]:
+    return lambda: step(overlap)
+
+
+def _why_not(
+    step: Callable[[OverlapConfig], Mapping[str, torch.Tensor]], overlap: OverlapConfig, want: object, group: Any
+) -> str:
+    """Why a setting takes no part; "" if it does, and then it has run twice. The same on all ranks."""
+    note = ""
+    try:
+        if any(digest(step(overlap)) != want for _ in range(2)):
+            note = "other bits"
+    except (MegaMoEError, ValueError, AssertionError) as error:
+        note = f"refused: {str(error).splitlines()[0][:70]}"
+    if group is not None:
+        notes: list[str] = [""] * dist.get_world_size(group)
+        dist.all_gather_object(notes, note, group)
+        note = next(filter(None, notes), "")
+    return note
+
+
+# ---------------------------------------------------------------- the command
+
+
+def space_of(args: argparse.Namespace, is_fused: bool) -> dict[str, Sequence[Any]]:
+    """The values to try, by field."""
+    space: dict[str, Sequence[Any]] = {"wgrad": args.wgrad.split(",")}
+    if is_fused:
+        space |= {name: integers(f"--{name.replace('_', '-')}", getattr(args, name)) for name in FUSED_ONLY}
+    for name, values in space.items():
+        for value in values:
+            OverlapConfig(**{name: value})  # what it refuses, it refuses now
+    return space
+
+
+def problem_of(args: argparse.Namespace, group: Any) -> tuple[MoEConfig, ProblemSpec, int]:
+    """The layer's sizes, this process's tokens, and R."""
+    shape = shape_of(args.shape, args.tokens)
+    ranks = args.ranks if group is None else dist.get_world_size(group)
+    if ranks < 1 or shape.num_tokens % ranks or shape.num_experts % ranks:
+        contract = f"a divisor of {shape.num_tokens} tokens and {shape.num_experts} experts"
+        raise MegaMoEValueError(expected("--ranks", contract, ranks))
+    config = MoEConfig(shape.hidden, shape.intermediate, shape.num_experts, shape.top_k, clamp=args.clamp)
+    each = shape.num_tokens // ranks
+    seed = 0 if group is None else dist.get_rank(group)
+    tokens = (each,) * (1 if group is not None else ranks)
+    sizes = (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
+    return config, ProblemSpec(tokens, *sizes, args.routing, seed), ranks
+
+
+def tune_main(args: argparse.Namespace, timer: Timer = measure) -> int:
+    """Run `megamoe tune`; returns its exit status."""
+    device, group = device_of(args.device), _join(args.device)
+    is_first = group is None or dist.get_rank(group) == 0
+    config, spec, ranks = problem_of(args, group)
+    recipe = Recipe(clamp=args.clamp, **({"wgrad_operands": args.wgrad_operands} if args.wgrad_operands else {}))
+    world = group if group is not None else LocalWorld(ranks) if ranks > 1 else None
+    layers = TwoLayers(config, recipe, args.backend, spec, world, device)
+    backend = layers.layers[0].backend_name()
+    space = space_of(args, BACKENDS[backend].is_fused)
+    table = Table() if is_first else None
+    if table is not None:
+        shape = f"E={config.num_experts} H={config.hidden_size} I={config.intermediate_size} K={config.top_k}"
+        print(f"{shape} T={ranks * spec.num_tokens[0]} {args.routing} R={ranks}, backend {backend} on {device}")
+    best, rows = search(
+        layers.step, space, device, rounds=args.rounds, least_gain=args.least_gain / 100, timer=timer, group=group,
+        show=table or (lambda row: None),
+    )  # fmt: skip
+    times = {row.overlap: row.us for row in rows}
+    base, won = times.get(OverlapConfig()), times.get(best)
+    if is_first:
+        sizes = (config.num_experts, config.hidden_size, config.intermediate_size, config.top_k)
+        key = OverlapKey.of(device, sizes, ranks, recipe)
+        facts = {"tokens": ranks * spec.num_tokens[0], "routing": args.routing, "backend": backend, "us": won}
+        write_overlap(args.out, key, best, {**facts, "us_default": base, "torch": torch.__version__})
+        assert read_overlap(args.out, key) == best
+        gain = f", {1 - won / base:.1%} faster than the defaults" if won and base and best != OverlapConfig() else ""
+        print(f"best: {best}{gain}\nwrote {args.out}: MegaMoE(..., overlap={args.out!r})")
+    return 0
+
+
+class Table:
+    """Prints each setting as soon as it has been measured."""
+
+    def __init__(self) -> None:
+        self._base: float | None = None
+        self._shown: set[OverlapConfig] = set()
+
+    def __call__(self, row: Row) -> None:
+        if not self._shown:
+            print(f"{'setting':<52}{'ms':>9}{'to first':>10}")
+        if row.overlap in self._shown:
+            return
+        self._shown.add(row.overlap)
+        if row.us is None:
+            print(f"{row.overlap!s:<52}  {row.note}", flush=True)
+            return
+        self._base = self._base or row.us
+        print(f"{row.overlap!s:<52}{row.us / 1e3:>9.3f}{row.us / self._base - 1:>+10.1%}", flush=True)
+
+
+def _join(device: str | None) -> Any:
+    """The group of torchrun's processes; None without it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if device == "cpu" or not torch.cuda.is_available() else "nccl")
+    if torch.cuda.is_available() and device != "cpu":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return dist.group.WORLD
