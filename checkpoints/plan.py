@@ -14,6 +14,8 @@ from checkpoints.scales import SCALE_DTYPES
 PLAIN_DTYPES = ("BF16", "F16", "F32")
 FP8_DTYPE = "F8_E4M3"
 FP4_DTYPES = ("I8", "U8", "F4")
+NO_SCALE = "got none"
+FETCH_SCALES = "The bytes mean nothing without it: fetch the shard that holds it, or the checkpoint, again."
 ONCE_ROLES = ("router", "correction_bias", "tid2eid")
 
 
@@ -26,6 +28,7 @@ class Matrix:
         index: position of the expert in its group.
         key: name of the weight.
         scale_key: name of its scale if the checkpoint has one.
+        scale_name: what its scale is called in this family.
         packed_idx: position of the expert in a tensor of all experts, or None for a tensor of its own.
     """
 
@@ -33,6 +36,7 @@ class Matrix:
     index: int
     key: str
     scale_key: str | None
+    scale_name: str
     packed_idx: int | None = None
 
     @property
@@ -91,9 +95,12 @@ def parse_layer(source: CheckpointSource, family: Family, name: str, layer: int)
         return found is None or _need(family, found.role) == "absent" or (found.expert or 0) >= max(num_experts, 1)
 
     unknown = [key for key, found in parsed.items() if is_unknown(found)]
-    missing = [table.key(*_args(want)) for want in _required(family, layer, num_experts, names) if want not in names]
+    absent = [want for want in _required(family, layer, num_experts, names) if want not in names]
+    missing = [table.key(*_args(want)) for want in absent]
     if family.one_of and not any(TensorName(role, layer) in names for role in family.one_of):
         missing.append(" or ".join(table.key(role, layer) for role in family.one_of))
+    if absent and not unknown and len(absent) == len(missing) and all(want.role.endswith("_scale") for want in absent):
+        raise CheckpointError(_without_scale(source, table, absent))
     if unknown or missing:
         problems = [f"no {listed(missing)}"] if missing else []
         problems += [f"unknown {listed(unknown)}"] if unknown else []
@@ -103,6 +110,18 @@ def parse_layer(source: CheckpointSource, family: Family, name: str, layer: int)
             "Is it a dense layer, another family or an incomplete checkpoint?"
         )
     return names, num_experts
+
+
+def _without_scale(source: CheckpointSource, table: NameTable, absent: list[TensorName]) -> str:
+    """The message for weights whose scale is not there: file and key of the first, how many more, what to do."""
+    role, layer, expert = _args(absent[0])
+    weight, scale = table.key(role.removesuffix("_scale"), layer, expert), table.key(role, layer, expert)
+    where = source.index or "the checkpoint"
+    more = f" ({len(absent) - 1} more have none)" if len(absent) > 1 else ""
+    return (
+        f"{source.file_of.get(weight, where)}: {weight}: expected its scale {scale!r} in {where}, got none{more}. "
+        f"{FETCH_SCALES}"
+    )
 
 
 def _args(name: TensorName) -> tuple[str, int, int | None]:
@@ -149,6 +168,7 @@ def group_matrices(table: NameTable, names: set[TensorName], layer: int, experts
                     index,
                     table.key(before + role, layer, number),
                     table.key(*_args(scale)) if scale in names else None,
+                    table.key(*_args(scale)),
                     expert if packed else None,
                 )
             )
@@ -189,7 +209,8 @@ def check_group(matrices: list[Matrix], metas: dict[str, TensorMeta], num_expert
         problems.append(f"{first.key}: expected one scale dtype in the layer, got {', '.join(sorted(scales))}")
     if problems:
         unique = list(dict.fromkeys(problems))
-        raise CheckpointError("; ".join(unique[:6]) + (f"; and {len(unique) - 6} more." if len(unique) > 6 else "."))
+        text = "; ".join(unique[:6]) + (f"; and {len(unique) - 6} more." if len(unique) > 6 else ".")
+        raise CheckpointError(text + (f" {FETCH_SCALES}" if unique[0].endswith(NO_SCALE) else ""))
     count = len({matrix.index for matrix in matrices})
     return GroupPlan(matrices, count, inter, hidden, first.dtype, next(iter(scales), None))
 
@@ -207,7 +228,7 @@ def _check_scale(
         known = ", ".join((*PLAIN_DTYPES, FP8_DTYPE))
         return [f"{where}: expected a weight of {known} or packed FP4 ({', '.join(FP4_DTYPES)}), got {meta.dtype}"]
     if matrix.scale_key is None:
-        return [f"{where}: expected a scale of this {meta.dtype} weight beside it, got none"]
+        return [f"{where}: expected its scale {matrix.scale_name!r} for {meta.dtype}, {NO_SCALE}"]
     scale = metas[matrix.scale_key]
     problems: list[str] = []
     dtypes: tuple[str, ...]

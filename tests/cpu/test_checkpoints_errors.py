@@ -214,7 +214,10 @@ def test_expert_number_of_a_billion_costs_nothing(tmp_path: Path) -> None:
 EDITS: dict[str, tuple[Callable[[Tensors], object], list[str]]] = {
     "scale removed": (
         lambda t: t.pop(f"{P}experts.2.up_proj.weight_scale_inv"),
-        [INDEX, "no 'model.layers.3.mlp.experts.2.up_proj.weight_scale_inv'"],
+        [
+            f"-of-00003.safetensors: {P}experts.2.up_proj.weight: expected its scale "
+            f"'{P}experts.2.up_proj.weight_scale_inv' in {INDEX}, got none. The bytes mean nothing without it"
+        ],
     ),
     "scale renamed": (
         lambda t: t.update({f"{P}experts.2.up_proj.weight_scale": t.pop(f"{P}experts.2.up_proj.weight_scale_inv")}),
@@ -222,11 +225,15 @@ EDITS: dict[str, tuple[Callable[[Tensors], object], list[str]]] = {
     ),
     "shared scale removed": (
         lambda t: t.pop(f"{P}shared_experts.up_proj.weight_scale_inv"),
-        ["no 'model.layers.3.mlp.shared_experts.up_proj.weight_scale_inv'"],
+        [f"{P}shared_experts.up_proj.weight: expected its scale '{P}shared_experts.up_proj.weight_scale_inv' in"],
     ),
     "all scales removed": (
         lambda t: [t.pop(k) for k in list(t) if k.endswith("scale_inv")],
-        ["experts.0.gate_proj.weight", "expected a scale of this F8_E4M3 weight beside it, got none"],
+        [
+            f"-of-00003.safetensors: {P}experts.0.gate_proj.weight: expected its scale "
+            f"'{P}experts.0.gate_proj.weight_scale_inv' for F8_E4M3, got none; ",
+            "; and 6 more. The bytes mean nothing without it: fetch the shard",
+        ],
     ),
     "unknown key": (
         lambda t: t.update({f"{P}experts.1.gate_proj.bias": torch.zeros(1)}),
