@@ -18,6 +18,8 @@ from megamoe.backends.cute_groups import GroupWorkspaces
 from megamoe.backends.cute_shared import SOURCE_SHIFT, Shared, check_tokens
 from megamoe.backends.stepwise import StepwiseBackend
 from megamoe.comm.transport import GroupTransport, Transport
+from megamoe.deferred import WeightJob
+from megamoe.overlap import OverlapConfig
 from megamoe.quantize import QuantizedRows
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan, check_id_values
@@ -121,7 +123,7 @@ class CuteBackend(StepwiseBackend):
             rows = options.num_rows or unfused.worst_rows(sum(tokens) * top_k, num_local)
             # a call that saves gives its pool away: its rows are exactly those promised; others share a roomy workspace
             most = max(tokens) if saves else _next_power(max(tokens))
-            shared = self._workspace(xs, num_local, top_k, most, rows * saves)
+            shared = self._workspace(xs, num_local, top_k, most, rows * saves, options.overlap.reserve_sms)
         with shared.call():
             results = fused_forward(
                 shared.workspaces,
@@ -133,6 +135,7 @@ class CuteBackend(StepwiseBackend):
                 pow2_scales=recipe.scale_format == "pow2",
                 save=options.save in ("pool", "repull"),
                 streams=shared.streams,
+                **tiling(options.overlap),
             )
         if options.debug:
             shared.check("forward")
@@ -154,17 +157,21 @@ class CuteBackend(StepwiseBackend):
         orders, topk_ids, recipe = saved.plan, saved.topk_ids, saved.recipe
         assert not isinstance(orders, RoutingPlan) and topk_ids is not None
         if isinstance(transport, GroupTransport):
-            shared = self.groups.for_backward(transport, douts[0], orders[0])
+            shared = self.groups.for_backward(transport, douts[0], orders[0], needs.overlap)
         else:
             tokens, num_local = [dout.shape[0] for dout in douts], orders[0].counts.shape[0]
             if not sum(tokens):
                 return _no_gradients(douts, orders[0].top_k, needs)
-            shared = self._workspace(douts, num_local, orders[0].top_k, max(tokens), orders[0].codes.shape[0])
+            sizes = (num_local, orders[0].top_k, max(tokens), orders[0].codes.shape[0], needs.overlap.reserve_sms)
+            shared = self._workspace(douts, *sizes)
         rounding: dict[str, Any] = {"clamp": recipe.clamp, "pow2_scales": recipe.scale_format == "pow2"}
+        chosen = rounding | tiling(needs.overlap)
         pools, gate_ups = saved.pools, saved.gate_ups
+        # what a process needs does not decide what it launches: the ranks of others wait for it
+        needs_pools = needs.wants_w13 or isinstance(transport, GroupTransport)
         with shared.call():
-            if gate_ups is None or (pools is None and needs.wants_w13):
-                pools, gate_ups = self._recompute(shared, saved, experts, rounding)
+            if gate_ups is None or (pools is None and needs_pools):
+                pools, gate_ups = self._recompute(shared, saved, experts, chosen)
             rows = [
                 Rows(order.codes, p, order.offs, order.counts, gate_up)
                 for order, p, gate_up in zip(orders, saved.weights, gate_ups, strict=True)
@@ -176,15 +183,15 @@ class CuteBackend(StepwiseBackend):
                 rows,
                 [mine.fused_t for mine in experts],
                 streams=shared.streams,
-                **rounding,
+                **chosen,
             )
             for i, (order, result) in enumerate(zip(orders, results, strict=True)):
                 x_pool = None if pools is None else pools[i]
-                needs.hand(i, functools.partial(self._weight_grads, recipe, order, result, x_pool))
+                needs.hand(i, self._weight_job(needs, recipe, order, result, x_pool))
         return Grads([r.dx for r in results], [r.dp for r in results], needs.w13, needs.w2)
 
     def _recompute(
-        self, shared: Shared, saved: Saved, experts: Sequence[ExpertWeights], rounding: dict[str, Any]
+        self, shared: Shared, saved: Saved, experts: Sequence[ExpertWeights], chosen: dict[str, Any]
     ) -> tuple[list[QuantizedRows], list[torch.Tensor]]:
         """Pools and gate/up of a forward that did not keep both: the forward once more, its row order given."""
         from cute_kernels.launch import fused_forward
@@ -203,14 +210,23 @@ class CuteBackend(StepwiseBackend):
             save=True,
             plans=given,
             streams=shared.streams,
-            **rounding,
+            **chosen,
         )
         buffers = [result.buffers for result in again]
         return [QuantizedRows(b.pool, b.pool_s, k_major=True) for b in buffers], [b.gate_up for b in buffers]
 
+    def _weight_job(
+        self, needs: Needs, recipe: Recipe, order: RowOrder, result: Any, x_pool: QuantizedRows | None
+    ) -> WeightJob:
+        """The weight gradients of one rank, for `Needs.hand`."""
+        is_beside = needs.later is not None and needs.later.is_beside  # CTAs that end soon give their SMs to others
+        grid = {"tasks_per_cta": 1} if is_beside else {}
+        return functools.partial(self._weight_grads, recipe, grid, order, result, x_pool)
+
     def _weight_grads(
         self,
         recipe: Recipe,
+        grid: dict[str, Any],
         order: RowOrder,
         result: Any,
         x_pool: QuantizedRows | None,
@@ -227,7 +243,7 @@ class CuteBackend(StepwiseBackend):
         x_pool = d_pool if x_pool is None else x_pool  # not read: dW13 is not wanted
         operands = result.operands(x_pool.data, x_pool.scale)
         precision = recipe.wgrad_operands
-        compute = functools.partial(weight_gradients, precision=precision, accumulate=accumulate)
+        compute: Any = functools.partial(weight_gradients, precision=precision, accumulate=accumulate, **grid)
         segments = (order.offs, order.counts)
         if precision != "bf16":
             compute(operands, *segments, dw13, dw2)
@@ -242,10 +258,17 @@ class CuteBackend(StepwiseBackend):
             compute(given, *segments, dw13, None)
 
     def _workspace(
-        self, tensors: Sequence[torch.Tensor], num_local: int, top_k: int, max_tokens: int, rows: int
+        self,
+        tensors: Sequence[torch.Tensor],
+        num_local: int,
+        top_k: int,
+        max_tokens: int,
+        rows: int,
+        reserve_sms: int,
     ) -> Shared:
         """That of calls with tokens like these; `rows` of a pool, 0: enough for any routing."""
-        key = (tensors[0].device, tensors[0].shape[1], num_local, len(tensors), top_k, max_tokens, rows or None)
+        sizes = (num_local, len(tensors), top_k, max_tokens, rows or None, reserve_sms)
+        key = (tensors[0].device, tensors[0].shape[1], *sizes)
         if key in self._workspaces:
             self._workspaces.move_to_end(key)
         else:
@@ -280,6 +303,7 @@ def _local_world(
     top_k: int,
     max_tokens: int,
     capacity_rows: int | None,
+    reserve_sms: int,
 ) -> Any:
     from cute_kernels.launch import LocalWorld
 
@@ -293,7 +317,16 @@ def _local_world(
             max_tokens=max_tokens,
             capacity_rows=capacity_rows,
             device=device,
+            **({"reserve_sms": reserve_sms} if reserve_sms else {}),
         )
+
+
+def tiling(overlap: OverlapConfig) -> dict[str, Any]:
+    """The arguments of a fused call that say how it is tiled, where that is not the default."""
+    from cute_kernels.tile_config import TileConfig
+
+    chosen: dict[str, Any] = overlap.tiling
+    return {"config": TileConfig(**chosen)} if chosen else {}
 
 
 def _is_exchange(problem: Problem) -> bool:

@@ -6,15 +6,17 @@ ever. Rows travel as bf16 both ways and are quantised by the kernel: every bit i
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megamoe.backends.cute import CuteBackend, Rows
+from megamoe.backends.cute import CuteBackend, Rows, tiling
+from megamoe.backends.cute_shared import Shared
 from megamoe.comm.exchange import Exchange
 from megamoe.comm.transport import GroupTransport, Transport, exchange_of
+from megamoe.overlap import OverlapConfig
 from megamoe.quantize import QuantizedRows, ceil_div
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RoutingPlan, check_id_values
@@ -48,7 +50,7 @@ class ExchangeBackend(CuteBackend):
         p = transport.send_slots(topk_weights[0], plan)
         here = Here(exchange_of(plan))
         saves = options.save in ("pool", "repull")
-        out, buffers = self._forward(here, arrived, p[:, None], experts[0], recipe, saves)
+        out, buffers = self._forward(here, arrived, p[:, None], experts[0], Choices(recipe, options.overlap), saves)
         outs = [transport.start_combine_arrivals(out, plan)()[: xs[0].shape[0]]]
         if options.save == "none":
             return outs, None
@@ -72,6 +74,7 @@ class ExchangeBackend(CuteBackend):
         needs: Needs,
     ) -> Grads:
         plan, recipe, tokens = saved.plan, saved.recipe, douts[0].shape[0]
+        choices = Choices(recipe, needs.overlap)
         assert isinstance(transport, GroupTransport) and isinstance(plan, RoutingPlan)
         here = Here(exchange_of(plan))
         d_arrived = transport.send_tokens(douts[0], plan)
@@ -82,18 +85,18 @@ class ExchangeBackend(CuteBackend):
             if gate_up is None:
                 arrived = transport.send_tokens(saved.xs[0], plan)
                 unread = torch.zeros_like(here.ids, dtype=torch.float32)  # p of the row order are used
-                _, again = self._forward(here, arrived, unread, experts[0], recipe, True, p)
+                _, again = self._forward(here, arrived, unread, experts[0], choices, True, p)
                 pool, gate_up = _pool_of(again), again.gate_up
             else:
                 (pool,) = transport.dispatch_rows([self.steps.quantize_rows(saved.xs[0], recipe)], plan)
                 pool = pool if pool.data.shape[0] else None  # without rows any others do
         assert gate_up is not None
         rows = here.rows(p, gate_up)
-        result = self._backward(here, d_arrived, rows, experts[0], recipe)
+        result = self._backward(here, d_arrived, rows, experts[0], choices)
         num_arrived = d_arrived.shape[0]
         finish = transport.start_combine_arrivals(result.dx[:num_arrived], plan)
         order = RowOrder(rows.counts, rows.offs, rows.codes, 1)
-        needs.hand(0, functools.partial(self._weight_grads, recipe, order, result, pool))
+        needs.hand(0, self._weight_job(needs, recipe, order, result, pool))
         dx = finish()[:tokens]
         dp = transport.combine_arrival_grads(result.dp.flatten()[:num_arrived], plan)[:tokens]
         return Grads([dx], [dp], needs.w13, needs.w2)
@@ -104,14 +107,14 @@ class ExchangeBackend(CuteBackend):
         arrived: torch.Tensor,
         p: torch.Tensor,
         experts: ExpertWeights,
-        recipe: Recipe,
+        choices: Choices,
         saves: bool,
         given: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """(rows of y in the order of arrival, the buffers of the call); with `given`, the p of a row order known."""
         from cute_kernels.launch import fused_forward
 
-        shared = self._workspace([arrived], here.num_local, 1, here.ids.shape[0], here.num_rows)
+        shared = self._shared(here, arrived, choices)
         plans: Any = None if given is None else [here.rows(given, given)]
         with shared.call():
             (result,) = fused_forward(
@@ -120,17 +123,20 @@ class ExchangeBackend(CuteBackend):
                 [here.ids],
                 [_at_least_one(p)],
                 [experts.fused],
-                clamp=recipe.clamp,
-                pow2_scales=recipe.scale_format == "pow2",
+                **choices.arguments(),
                 save=saves,
                 plans=plans,
             )
         return result.out[: arrived.shape[0]], result.buffers
 
-    def _backward(self, here: Here, arrived: torch.Tensor, rows: Rows, experts: ExpertWeights, recipe: Recipe) -> Any:
+    def _shared(self, here: Here, arrived: torch.Tensor, choices: Choices) -> Shared:
+        sizes = (here.num_local, 1, here.ids.shape[0], here.num_rows, choices.overlap.reserve_sms)
+        return self._workspace([arrived], *sizes)
+
+    def _backward(self, here: Here, arrived: torch.Tensor, rows: Rows, experts: ExpertWeights, choices: Choices) -> Any:
         from cute_kernels.backward_launch import fused_backward
 
-        shared = self._workspace([arrived], here.num_local, 1, here.ids.shape[0], here.num_rows)
+        shared = self._shared(here, arrived, choices)
         with shared.call():
             (result,) = fused_backward(
                 shared.workspaces,
@@ -138,10 +144,22 @@ class ExchangeBackend(CuteBackend):
                 [here.ids],
                 [rows],
                 [experts.fused_t],
-                clamp=recipe.clamp,
-                pow2_scales=recipe.scale_format == "pow2",
+                **choices.arguments(),
             )
         return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """How the kernels of a call round and run."""
+
+    recipe: Recipe
+    overlap: OverlapConfig
+
+    def arguments(self) -> dict[str, Any]:
+        """For a fused call."""
+        rounding = {"clamp": self.recipe.clamp, "pow2_scales": self.recipe.scale_format == "pow2"}
+        return rounding | tiling(self.overlap)
 
 
 class Here:

@@ -14,6 +14,7 @@ from megamoe.backends.cute_shared import Shared, check_tokens
 from megamoe.comm.transport import GroupTransport
 from megamoe.comm.wires import GroupWire
 from megamoe.errors import CapacityError, expected
+from megamoe.overlap import OverlapConfig
 from megamoe.recipe import BLOCK
 from megamoe.unfused import ForwardOptions, RowOrder
 
@@ -30,7 +31,7 @@ class Sizes:
 
     Attributes:
         hidden, num_experts, top_k: H, E, K.
-        max_tokens: of a rank. rows: P of a pool.
+        max_tokens: of a rank. rows: P of a pool. reserve_sms: SMs left to other kernels.
     """
 
     hidden: int
@@ -38,6 +39,7 @@ class Sizes:
     top_k: int
     max_tokens: int
     rows: int
+    reserve_sms: int
 
 
 class GroupWorkspaces:
@@ -71,13 +73,17 @@ class GroupWorkspaces:
         check_tokens(max_tokens, top_k)
         kept = self._kept(transport)
         kept.tokens_of[rows] = max(max_tokens, kept.tokens_of.get(rows, 0))
-        return kept.shared(Sizes(x.shape[1], num_experts, top_k, max_tokens, rows), x.device)
+        sizes = Sizes(x.shape[1], num_experts, top_k, max_tokens, rows, options.overlap.reserve_sms)
+        return kept.shared(sizes, x.device)
 
-    def for_backward(self, transport: GroupTransport, dout: torch.Tensor, order: RowOrder) -> Shared:
+    def for_backward(
+        self, transport: GroupTransport, dout: torch.Tensor, order: RowOrder, overlap: OverlapConfig
+    ) -> Shared:
         """The workspace of the backward of a call with that row order: that of a forward with as many rows."""
         rows, num_experts = order.codes.shape[0], order.counts.shape[0] * transport.num_ranks
         kept = self._kept(transport)
-        sizes = Sizes(dout.shape[1], num_experts, order.top_k, kept.tokens_of[rows], rows)
+        max_tokens = kept.tokens_of[rows]
+        sizes = Sizes(dout.shape[1], num_experts, order.top_k, max_tokens, rows, overlap.reserve_sms)
         return kept.shared(sizes, dout.device)
 
     def release(self, group: dist.ProcessGroup) -> None:
@@ -137,6 +143,7 @@ class GroupShared(Shared):
             top_k=sizes.top_k,
             max_tokens=sizes.max_tokens,
             capacity_rows=sizes.rows,
+            reserve_sms=sizes.reserve_sms,
             device=device,
         )
         super().__init__(world)
