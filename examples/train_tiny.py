@@ -210,15 +210,16 @@ def draw(losses: dict[str, list[list[float]]], path: Path) -> bool:
 
 def runs_on(device: str, hidden: int, intermediate: int) -> list[Run]:
     """bf16, then what runs here: the FP8 kernels, or their emulation where there are none."""
-    problem = Problem.of(torch.device(device), Recipe(), hidden, intermediate, num_experts=8, top_k=2)
-    found = []
+    if not device.startswith("cuda"):
+        return [BF16, EMULATED]
+    problem, found = Problem.of(torch.device(device), Recipe(), hidden, intermediate, num_experts=8, top_k=2), [BF16]
     for run in (TRITON, FUSED):
         reason = BACKENDS[run.backend].why_not(problem)
         if reason is None:
             found.append(run)
-        elif device.startswith("cuda"):
+        else:
             print(f"{run.name} is left out: {reason}")
-    return [BF16, *(found or [EMULATED])]
+    return found if len(found) > 1 else [BF16, EMULATED]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
