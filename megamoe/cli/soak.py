@@ -1,94 +1,36 @@
-"""Random calls, forward and backward, of one backend against another, for as long as you like.
+"""`megamoe soak`: random calls, forward and backward, of one backend against another, for as long as you like.
 
 Sizes, routing, ranks and options of every call are drawn from its seed, which is printed: `--seed N --calls 1` makes
-that call again. The exit status is 1 if any call failed or missed the gate of `megamoe.gates` between backends, else 0.
+that call again. The run stops at the first call that fails, misses the gate of `megamoe.gates` between backends, or
+gives other bits when it is made again or on one rank; the exit status is then 1.
+
+With `--processes N` as many processes share the GPU, each with seeds of its own; the record adds up what they did.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
-import dataclasses
 import json
-import random
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megamoe._version import __version__
-from megamoe.cli.problem import ROUTINGS, Problem, ProblemSpec, make_problem
-from megamoe.comm import LocalWorld
-from megamoe.context import MoEContext
+from megamoe.cli.soak_calls import SIZES, compare, draw
 from megamoe.errors import MegaMoEValueError, expected
-from megamoe.functional import mega_moe
-from megamoe.gates import GATES, sqnr_db
-from megamoe.recipe import Recipe
 
-SIZES = ((128, 128), (256, 128), (384, 384), (1024, 512), (2048, 768))
-"""(H, I) that calls draw from: few, because each is compiled."""
+SEEDS_A_PROCESS = 10_000_000
+"""From the first seed of one process to that of the next."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """One call: what it computes, by which recipe, and what its forward keeps."""
-
-    spec: ProblemSpec
-    recipe: Recipe
-    save: str
-
-    def __str__(self) -> str:
-        recipe = f"{self.recipe.scale_format}, clamp {self.recipe.clamp}"
-        return f"seed {self.spec.seed}: {self.spec}, {recipe}, save={self.save}"
-
-
-def draw(seed: int, largest_tokens: int, num_sizes: int = len(SIZES)) -> Drawn:
-    """The call that a seed stands for.
-
-    Args:
-        seed: any number. largest_tokens: T of a rank is at most this. num_sizes: how many of `SIZES` are drawn from.
-    """
-    rng = random.Random(seed)
-    num_ranks = rng.choice((1, 1, 2, 3, 4))
-    bound = rng.choice((1, 17, 128, largest_tokens))
-    tokens = tuple(rng.randint(0, min(bound, largest_tokens)) for _ in range(num_ranks))
-    hidden, inter = rng.choice(SIZES[:num_sizes])
-    num_experts = num_ranks * rng.choice((1, 2, 8, 32))
-    spec = ProblemSpec(
-        tokens, hidden, inter, num_experts, rng.randint(1, min(num_experts, 12)), rng.choice(ROUTINGS), seed
-    )
-    recipe = Recipe(clamp=rng.choice((None, 1.0)), scale_format=rng.choice(("fp32", "pow2")))
-    return Drawn(spec, recipe, rng.choice(("pool", "repull", "recompute")))
-
-
-def results(problem: Problem, drawn: Drawn, backend: str) -> dict[str, torch.Tensor]:
-    """out, dx, dp (of all ranks, joined), dW13, dW2 of one call."""
-    num_ranks = problem.spec.num_ranks
-    world = LocalWorld(num_ranks) if num_ranks > 1 else None
-    context = MoEContext(drawn.recipe, world=world, backend=backend, save=drawn.save)  # type: ignore[arg-type]
-    xs, ps = ([t.clone().requires_grad_() for t in part] for part in (problem.xs, problem.topk_weights))
-    w13, w2 = (w.clone().requires_grad_() for w in (problem.w13_E2IH, problem.w2_EHI))
-    if num_ranks == 1:
-        outs = [mega_moe(xs[0], problem.topk_ids[0], ps[0], w13, w2, context=context)]
-    else:
-        outs = mega_moe(xs, problem.topk_ids, ps, w13, w2, context=context)
-    torch.autograd.backward(outs, problem.douts)
-    found: dict[str, Any] = {
-        "out": torch.cat([out.detach() for out in outs]),
-        "dx": torch.cat([x.grad for x in xs]),  # type: ignore[misc]
-        "dp": torch.cat([p.grad for p in ps]),  # type: ignore[misc]
-        "dW13": w13.grad,
-        "dW2": w2.grad,
-    }
-    return found
-
-
-def compare(drawn: Drawn, backend: str, against: str, device: torch.device) -> dict[str, float]:
-    """SQNR in dB of each tensor of one backend against the other."""
-    problem = make_problem(drawn.spec, device)
-    found, want = (results(problem, drawn, name) for name in (backend, against))
-    return {name: sqnr_db(found[name], want[name]) for name in found}
+Record = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="cute", choices=("torch", "triton", "cute"))
     parser.add_argument("--against", default="triton", choices=("torch", "triton", "cute"))
     parser.add_argument("--minutes", type=float, default=20.0, help="no call begins after this")
-    parser.add_argument("--calls", type=int, help="how many calls at most")
+    parser.add_argument("--calls", type=int, help="how many calls at most, of each process")
     parser.add_argument("--seed", type=int, default=0, help="of the first call; each call's is one more")
+    parser.add_argument("--processes", type=int, default=1, help="processes at once")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a call that failed")
     parser.add_argument("--tokens", type=int, default=1024, help="most tokens of a rank")
     parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many (H, I) to draw from")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
@@ -106,42 +50,157 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def soak_main(arguments: argparse.Namespace) -> int:
     """Run `megamoe soak` and return the exit status."""
-    if arguments.tokens < 1:
-        raise MegaMoEValueError(expected("--tokens", "at least 1", arguments.tokens))
-    if not 1 <= arguments.sizes <= len(SIZES):
-        raise MegaMoEValueError(expected("--sizes", f"1 to {len(SIZES)}", arguments.sizes))
+    for option, value, low, high in (
+        ("--tokens", arguments.tokens, 1, None),
+        ("--sizes", arguments.sizes, 1, len(SIZES)),
+        ("--processes", arguments.processes, 1, 64),
+    ):
+        if value < low or (high is not None and value > high):
+            contract = f"at least {low}" if high is None else f"{low} to {high}"
+            raise MegaMoEValueError(expected(option, contract, value))
+    record = run_processes(arguments) if arguments.processes > 1 else run(arguments)
+    lowest = ", ".join(f"{name} {_text(level)}" for name, level in record["lowest_sqnr_db"].items())
+    many = f" in {record['processes']} processes at once" if record["processes"] > 1 else ""
+    print(
+        f"{record['calls']} calls in {record['process_seconds']:.0f} s of processes{many}, "
+        f"{len(record['failures'])} failed; lowest SQNR in dB: {lowest}"
+    )
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if record["failures"] or not record["calls"] else 0
+
+
+def run(arguments: argparse.Namespace) -> Record:
+    """Make calls in this process, and return its record."""
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    gate, begin = GATES["fp8"].backends_db, time.monotonic()
+    begin, seed = time.monotonic(), arguments.seed
     failures: list[str] = []
-    worst: dict[str, float] = {}
-    seed = arguments.seed
+    lowest: dict[str, float] = {}
+    equal: collections.Counter[str] = collections.Counter()
+    covered: collections.Counter[str] = collections.Counter()
     while time.monotonic() - begin < 60 * arguments.minutes:
         if arguments.calls is not None and seed - arguments.seed >= arguments.calls:
             break
         drawn = draw(seed, arguments.tokens, arguments.sizes)
-        failed = ""
+        seed += 1
         try:
-            levels = compare(drawn, arguments.backend, arguments.against, device)
-            worst = {name: min(worst.get(name, level), level) for name, level in levels.items()}
-            low = {name: round(level, 1) for name, level in levels.items() if not level >= gate}
-            failed = f"below {gate:g} dB: {low}" if low else ""
-        except Exception as error:  # whatever it is, it is a finding, and the next call goes on
+            outcome = compare(drawn, arguments.backend, arguments.against, device)
+            lowest = {**lowest, **{name: min(lowest.get(name, v), v) for name, v in outcome.levels.items()}}
+            equal.update(name for name, level in outcome.levels.items() if level == float("inf"))
+            failed = "; ".join(outcome.faults)
+        except Exception as error:  # whatever it is, it is a finding
             failed = f"{type(error).__name__}: {error}"
+        covered.update(drawn.traits())
         print(f"{'FAILED' if failed else 'ok'}  {drawn}{'  ' + failed if failed else ''}", flush=True)
         if failed:
             failures.append(f"{drawn}  {failed}")
-        seed += 1
-    calls, seconds = seed - arguments.seed, time.monotonic() - begin
-    lowest = ", ".join(f"{name} {level:.1f}" for name, level in worst.items())
-    print(f"{calls} calls in {seconds:.0f} s, {len(failures)} failed; lowest SQNR in dB: {lowest}")
-    if arguments.out is not None:
-        record = {
-            "megamoe": __version__, "torch": torch.__version__, "gpu": _gpu(device), "backend": arguments.backend,
-            "against": arguments.against, "first_seed": arguments.seed, "calls": calls, "seconds": round(seconds),
-            "failures": failures, "lowest_sqnr_db": {k: v if v < 1e9 else None for k, v in worst.items()},
-        }  # fmt: skip
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    return 1 if failures or not calls else 0
+            print(f"again: {repeat(arguments, seed - 1)}", flush=True)
+            if not arguments.keep_going:
+                break
+    return {
+        "megamoe": __version__,
+        "torch": torch.__version__,
+        "gpu": _gpu(device),
+        "backend": arguments.backend,
+        "against": arguments.against,
+        "options": {name: getattr(arguments, name) for name in ("tokens", "sizes")},
+        "processes": 1,
+        "seeds": [[arguments.seed, seed - 1]] if seed > arguments.seed else [],
+        "calls": seed - arguments.seed,
+        "process_seconds": round(time.monotonic() - begin, 1),
+        "failures": failures,
+        "lowest_sqnr_db": {name: v if v < float("inf") else None for name, v in lowest.items()},
+        "equal_bits": dict(equal),
+        "covered": dict(sorted(covered.items())),
+    }
+
+
+def repeat(arguments: argparse.Namespace, seed: int) -> str:
+    """The command that makes one call again."""
+    options = f"--backend {arguments.backend} --against {arguments.against} --tokens {arguments.tokens}"
+    return f"python -m megamoe soak {options} --sizes {arguments.sizes} --seed {seed} --calls 1"
+
+
+def run_processes(arguments: argparse.Namespace) -> Record:
+    """Make calls in several processes at once, each with seeds of its own, and return what they did together.
+
+    The first process that fails ends the others, unless `--keep-going`.
+    """
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [Path(folder) / f"{i}.json" for i in range(arguments.processes)]
+        children = [
+            subprocess.Popen([sys.executable, "-m", "megamoe", *_child_options(arguments, i, out)])
+            for i, out in enumerate(outs)
+        ]
+        try:
+            while any(child.poll() is None for child in children):
+                time.sleep(0.2)
+                if not arguments.keep_going and any(child.poll() not in (None, 0) for child in children):
+                    break
+        finally:
+            for child in children:
+                child.terminate()
+            for child in children:
+                child.wait()
+        records = [json.loads(out.read_text()) if out.exists() else None for out in outs]
+    statuses = [child.returncode for child in children]
+    return merge(records, statuses, time.monotonic() - begin)
+
+
+def merge(records: Sequence[Record | None], statuses: Sequence[int], wall_seconds: float) -> Record:
+    """One record of what processes that ran at once did.
+
+    Args:
+        records: of each process, None: it was ended, or died, before it wrote one.
+        statuses: exit statuses. wall_seconds: from the start of the first to the end of the last.
+    """
+    there = [record for record in records if record is not None]
+    failures = [failure for record in there for failure in record["failures"]]
+    lost = [i for i, record in enumerate(records) if record is None]
+    died = [i for i in lost if statuses[i] > 0]
+    failures += [f"process {i} died with status {statuses[i]} and left no record" for i in died]
+    if not there:
+        return {
+            "processes": len(records),
+            "calls": 0,
+            "process_seconds": 0.0,
+            "failures": failures,
+            "lowest_sqnr_db": {},
+        }
+    lowest: Record = {}
+    equal: collections.Counter[str] = collections.Counter()
+    covered: collections.Counter[str] = collections.Counter()
+    for record in there:
+        for name, level in record["lowest_sqnr_db"].items():
+            levels = [v for v in (level, lowest.get(name)) if v is not None]
+            lowest[name] = min(levels) if levels else None
+        equal.update(record["equal_bits"])
+        covered.update(record["covered"])
+    return there[0] | {
+        "processes": len(records),
+        "processes_without_record": len(lost),
+        "wall_seconds": round(wall_seconds, 1),
+        "seeds": [pair for record in there for pair in record["seeds"]],
+        "calls": sum(record["calls"] for record in there),
+        "process_seconds": round(sum(record["process_seconds"] for record in there), 1),
+        "failures": failures,
+        "lowest_sqnr_db": lowest,
+        "equal_bits": dict(equal),
+        "covered": dict(sorted(covered.items())),
+    }
+
+
+def _child_options(arguments: argparse.Namespace, index: int, out: Path) -> list[str]:
+    options = ["soak", "--seed", str(arguments.seed + index * SEEDS_A_PROCESS), "--out", str(out)]
+    for name in ("backend", "against", "minutes", "tokens", "sizes", "calls", "device"):
+        value = getattr(arguments, name)
+        options += [] if value is None else [f"--{name}", str(value)]
+    return [*options, "--keep-going"] if arguments.keep_going else options
+
+
+def _text(level: float | None) -> str:
+    return "equal" if level is None or level == float("inf") else f"{level:.1f}"
 
 
 def _gpu(device: torch.device) -> str | None:

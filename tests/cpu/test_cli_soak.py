@@ -3,57 +3,114 @@
 import json
 
 import pytest
+import torch
 
 from megamoe import torch_steps
 from megamoe.cli import main
-from megamoe.cli.soak import SIZES, draw
+from megamoe.cli.soak import SEEDS_A_PROCESS, merge
+from megamoe.cli.soak_calls import RECIPES, SIZES, draw, problem_of, rows_needed
 
-ON_CPU = ["soak", "--backend", "torch", "--against", "torch", "--device", "cpu", "--tokens", "20", "--sizes", "2"]
+ON_CPU = ["soak", "--backend", "torch", "--against", "torch", "--device", "cpu", "--tokens", "20", "--sizes", "1"]
 
 
 def test_calls_are_what_their_seeds_say():
     assert draw(5, 100) == draw(5, 100)
-    drawn = [draw(seed, 100) for seed in range(200)]
+    drawn = [draw(seed, 100) for seed in range(400)]
     assert {d.spec.num_ranks for d in drawn} == {1, 2, 3, 4} and {d.save for d in drawn} == {
         "pool",
         "repull",
         "recompute",
     }
     assert {(d.spec.hidden, d.spec.intermediate) for d in drawn} == set(SIZES)
+    assert {d.recipe for d in drawn} == set(RECIPES) and {d.wgrad for d in drawn} == {"inline", "stream", "delayed"}
     assert any(0 in d.spec.num_tokens for d in drawn) and max(max(d.spec.num_tokens) for d in drawn) <= 100
+    traits = {trait for d in drawn for trait in d.traits()}
+    assert {"an empty rank", "ids all -1 on a rank", "no backward", "some gradients only", "against one rank"} <= traits
+    assert {"capacity=worst", "capacity=exact", "capacity=none", "called twice", "routing=masked"} <= traits
     assert f"seed {drawn[7].spec.seed}:" in str(drawn[7])
+
+
+def test_idle_ranks_and_exact_capacity():
+    seed = next(s for s in range(999) if (d := draw(s, 50)).idle is not None and d.spec.num_tokens[d.idle])
+    drawn = draw(seed, 50)
+    problem = problem_of(drawn, torch.device("cpu"))
+    assert (problem.topk_ids[drawn.idle] == -1).all() and problem.topk_ids[0].dtype == drawn.ids
+    assert rows_needed(problem) % 128 == 0
 
 
 def test_equal_backends_pass_and_are_recorded(tmp_path, capsys):
     record = tmp_path / "soak.json"
-    assert main([*ON_CPU, "--calls", "4", "--seed", "11", "--out", str(record)]) == 0
+    assert main([*ON_CPU, "--calls", "6", "--seed", "11", "--out", str(record)]) == 0
     text = capsys.readouterr().out
-    assert text.count("ok  seed") == 4 and "4 calls in" in text and "0 failed" in text
+    assert text.count("ok  seed") == 6 and "6 calls in" in text and "0 failed" in text
     found = json.loads(record.read_text())
-    assert (found["first_seed"], found["calls"], found["failures"]) == (11, 4, [])
+    assert (found["seeds"], found["calls"], found["failures"], found["processes"]) == ([[11, 16]], 6, [], 1)
+    assert found["covered"]["H=256"] == 6 and found["equal_bits"]["out"] == 6
 
 
-def test_a_difference_is_found(monkeypatch, capsys):
+def make_wrong(monkeypatch, is_wrong):
     calls, original = [], torch_steps.combine
 
     def wrong(*args, **kwargs):
         calls.append(1)
         out = original(*args, **kwargs)
-        return out * 1.02 if len(calls) == 1 else out
+        return out * 1.02 if is_wrong(len(calls)) else out
 
     monkeypatch.setattr(torch_steps, "combine", wrong)
-    seed = next(s for s in range(99) if min(draw(s, 20, 2).spec.num_tokens) > 5)
+
+
+def test_a_difference_ends_the_run_with_the_command_that_repeats_it(monkeypatch, capsys):
+    make_wrong(monkeypatch, lambda n: n == 1)
+    seed = next(s for s in range(99) if min(draw(s, 20, 1).spec.num_tokens) > 5)
+    assert main([*ON_CPU, "--calls", "5", "--seed", str(seed)]) == 1
+    text = capsys.readouterr().out
+    assert text.count("FAILED  seed") == 1 and "ok " not in text
+    assert f"again: python -m megamoe soak --backend torch --against torch --tokens 20 --sizes 1 --seed {seed}" in text
+
+
+@pytest.mark.parametrize(("trait", "said"), [("is_again", "called again"), ("is_on_one", "on one rank")])
+def test_other_bits_are_found(monkeypatch, capsys, trait, said):
+    seed = next(
+        s for s in range(999)
+        if getattr(d := draw(s, 20, 1), trait) and sum(d.spec.num_tokens) > 5 and d.idle is None and not any(d.needs)
+        and not (d.is_again and d.is_on_one) and d.spec.routing != "masked"
+    )  # fmt: skip
+    ranks = draw(seed, 20, 1).spec.num_ranks
+    make_wrong(monkeypatch, lambda n: n == 2 * ranks + 1)  # the first combine of the third run
     assert main([*ON_CPU, "--calls", "1", "--seed", str(seed)]) == 1
-    assert f"FAILED  seed {seed}" in capsys.readouterr().out
+    assert f"other bits {said}: out" in capsys.readouterr().out
 
 
-def test_an_error_is_a_finding_and_the_next_call_goes_on(monkeypatch, capsys):
+def test_an_error_is_a_finding(monkeypatch, capsys):
     def refuse(*_, **__):
         raise RuntimeError("broken")
 
     monkeypatch.setattr(torch_steps, "combine", refuse)
-    assert main([*ON_CPU, "--calls", "2"]) == 1
+    assert main([*ON_CPU, "--calls", "2", "--keep-going"]) == 1
     assert capsys.readouterr().out.count("RuntimeError: broken") == 2
+
+
+def test_processes_at_once_have_seeds_of_their_own(tmp_path):
+    record = tmp_path / "soak.json"
+    assert main([*ON_CPU, "--calls", "2", "--seed", "3", "--processes", "2", "--out", str(record)]) == 0
+    found = json.loads(record.read_text())
+    assert found["seeds"] == [[3, 4], [3 + SEEDS_A_PROCESS, 4 + SEEDS_A_PROCESS]]
+    assert (found["processes"], found["calls"], found["processes_without_record"]) == (2, 4, 0)
+    assert found["process_seconds"] > 0 and found["wall_seconds"] > 0
+
+
+def test_merged_records_hide_nothing():
+    one = {
+        "seeds": [[0, 9]], "calls": 10, "process_seconds": 5.0, "failures": [], "covered": {"R=1": 10},
+        "lowest_sqnr_db": {"out": None, "dx": 50.0}, "equal_bits": {"out": 10},
+    }  # fmt: skip
+    other = one | {"calls": 4, "lowest_sqnr_db": {"out": 60.0, "dx": None}, "failures": ["seed 7: bad"]}
+    merged = merge([one, other, None, None], [0, 1, -15, 2], 6.0)
+    assert (merged["calls"], merged["process_seconds"], merged["wall_seconds"]) == (14, 10.0, 6.0)
+    assert merged["lowest_sqnr_db"] == {"out": 60.0, "dx": 50.0} and merged["covered"] == {"R=1": 20}
+    assert (merged["processes"], merged["processes_without_record"]) == (4, 2)
+    assert merged["failures"] == ["seed 7: bad", "process 3 died with status 2 and left no record"]
+    assert merge([None], [1], 1.0)["failures"] and merge([None], [-15], 1.0)["calls"] == 0
 
 
 def test_no_time_is_no_success():
@@ -61,7 +118,12 @@ def test_no_time_is_no_success():
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "match"), [("--tokens", "0", "at least 1, got 0"), ("--sizes", "9", "1 to 5, got 9")]
+    ("option", "value", "match"),
+    [
+        ("--tokens", "0", "at least 1, got 0"),
+        ("--sizes", "9", "1 to 5, got 9"),
+        ("--processes", "0", "1 to 64, got 0"),
+    ],
 )
 def test_options_that_are_refused(option, value, match, capsys):
     assert main([*ON_CPU, option, value]) == 1
