@@ -76,9 +76,9 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         wrong_types = [
-            expected(name, contract, repr(getattr(self, name)))
+            expected(name, contract, repr(value))
             for name, contract, kinds in self._kinds()
-            if not isinstance(getattr(self, name), kinds) or isinstance(getattr(self, name), bool)
+            if not isinstance(value := getattr(self, name), kinds) or isinstance(value, bool) != (kinds == (bool,))
         ]
         if wrong_types:
             raise MegaMoETypeError("\n".join(wrong_types))
@@ -92,7 +92,8 @@ class MoEConfig:
         sizes = ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_groups", "topk_groups")
         integers = [(name, "an integer", (int,)) for name in (*sizes, "num_shared_experts", "hash_vocab_size")]
         numbers = [(name, "a number", (int, float)) for name in ("routed_scaling_factor", "initializer_range")]
-        return [*integers, *numbers, ("clamp", "a number or None", (int, float, type(None)))]
+        flags = [("norm_topk", "True or False", (bool,))]
+        return [*integers, *numbers, *flags, ("clamp", "a number or None", (int, float, type(None)))]
 
     def _checks(self) -> list[tuple[str, str, bool]]:
         experts, groups = self.num_experts, max(self.num_groups, 1)
@@ -161,12 +162,19 @@ class MoEConfig:
             num_groups=has_groups and get("n_group", None) or 1,
             topk_groups=has_groups and get("topk_group", None) or 1,
             norm_topk=family != "deepseek_v2" and bool(get("norm_topk_prob", family != "qwen3_moe")),
-            routed_scaling_factor=float(get("routed_scaling_factor", 1.0)),
+            routed_scaling_factor=_number(get("routed_scaling_factor", None), 1.0),
             num_shared_experts=get("n_shared_experts", None) or 0,
             clamp=get("swiglu_limit", None),
-            initializer_range=float(get("initializer_range", 0.02)),
+            initializer_range=_number(get("initializer_range", None), 0.02),
             family=family,
         )
+
+
+def _number(value: Any, default: float) -> Any:
+    """A number of a config as float; null is the default, and what is no number stays, to be refused by its name."""
+    if value is None:
+        return default
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 _REQUIRED = object()

@@ -119,6 +119,16 @@ def abs_max(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     return torch.where(x.isnan(), 0.0, x.abs()).amax(dims, keepdim=True)
 
 
+def _check_types(name: str, value: object, recipe: object) -> None:
+    """Refuse what is no tensor that can be quantised, and what is no recipe."""
+    is_float = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    if not is_float:
+        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise MegaMoETypeError(expected(name, "a bf16, fp16 or fp32 tensor", got))
+    if not isinstance(recipe, Recipe):
+        raise MegaMoETypeError(expected("recipe", "a Recipe", repr(recipe), "Recipe() is the default of the layer."))
+
+
 def quantize_rows(x: torch.Tensor, recipe: Recipe) -> QuantizedRows:
     """Quantise activations, one scale per row and 128 channels.
 
@@ -132,10 +142,9 @@ def quantize_rows(x: torch.Tensor, recipe: Recipe) -> QuantizedRows:
     Raises:
         MegaMoEValueError: x is not a matrix. MegaMoETypeError: x is not floating point of at most 32 bits.
     """
+    _check_types("x", x, recipe)
     if x.dim() != 2:
         raise MegaMoEValueError(expected("x", "a matrix [rows, channels]", f"shape {tuple(x.shape)}"))
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise MegaMoETypeError(expected("x", "bf16, fp16 or fp32", x.dtype))
     if recipe.precision == "bf16":
         return QuantizedRows(x.to(torch.bfloat16), None)
     rows, channels = x.shape
@@ -160,12 +169,11 @@ def quantize_weight(w: torch.Tensor, recipe: Recipe, row_groups: int = 1) -> Qua
     Raises:
         MegaMoEValueError: w is not [E, N, K] or N is not a multiple of row_groups. MegaMoETypeError: as for rows.
     """
+    _check_types("w", w, recipe)
     if w.dim() != 3 or w.shape[1] % row_groups:
         raise MegaMoEValueError(
             expected("w", f"[E, N, K] with N a multiple of {row_groups}", f"shape {tuple(w.shape)}")
         )
-    if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise MegaMoETypeError(expected("w", "bf16, fp16 or fp32", w.dtype))
     if recipe.precision == "bf16":
         return QuantizedWeight(w.to(torch.bfloat16), None, row_groups)
     e, n, k = w.shape

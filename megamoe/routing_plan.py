@@ -68,6 +68,8 @@ class RoutingPlan:
 
 def check_topk_ids(topk_ids: torch.Tensor, name: str = "topk_ids") -> None:
     """Refuse ids whose dtype or shape is outside the contract (values are checked only on request)."""
+    if not isinstance(topk_ids, torch.Tensor):
+        raise MegaMoETypeError(expected(name, "an int32 or int64 tensor [T, K]", type(topk_ids).__name__))
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise MegaMoETypeError(expected(name, "int32 or int64", topk_ids.dtype, "Convert the ids first."))
     if topk_ids.dim() != 2:
@@ -85,7 +87,9 @@ def check_id_values(topk_ids: torch.Tensor, num_experts: int, name: str = "topk_
 
 def experts_per_rank(num_experts: int, num_ranks: int) -> int:
     """E / R, which must be whole."""
-    if num_ranks < 1 or num_experts < 1 or num_experts % num_ranks:
+    if num_ranks < 1:
+        raise MegaMoEValueError(expected("num_ranks", "at least 1", num_ranks))
+    if num_experts < 1 or num_experts % num_ranks:
         raise MegaMoEValueError(
             expected(
                 "num_experts", f"a positive multiple of the {num_ranks} ranks", num_experts, "Choose another EP size."
@@ -120,8 +124,11 @@ def make_plan(
         MegaMoETypeError, MegaMoEValueError: ids outside the contract.
         CapacityError: more rows than `num_rows` on a rank.
     """
-    if not topk_ids:
-        raise MegaMoEValueError(expected("topk_ids", "one tensor for each rank", "none"))
+    if not isinstance(topk_ids, (list, tuple)) or not topk_ids:
+        got = "none" if isinstance(topk_ids, (list, tuple)) else type(topk_ids).__name__
+        raise MegaMoEValueError(expected("topk_ids", "one tensor for each rank", got))
+    if alignment < 1:
+        raise MegaMoEValueError(expected("alignment", "at least 1 row", alignment))
     if not checked and num_rows is None:
         raise MegaMoEValueError(expected("num_rows", "a number of rows where checked=False", None))
     for r, ids in enumerate(topk_ids):

@@ -112,6 +112,15 @@ def test_from_hf_refuses(change, match):
         MoEConfig.from_hf({**HF, **change})
 
 
+def test_from_hf_takes_null_for_the_default_and_names_what_is_no_number():
+    null = MoEConfig.from_hf({**HF, "routed_scaling_factor": None, "initializer_range": None})
+    assert (null.routed_scaling_factor, null.initializer_range) == (1.0, 0.02)
+    with pytest.raises(MegaMoETypeError, match="routed_scaling_factor: expected a number, got 'twice'"):
+        MoEConfig.from_hf({**HF, "routed_scaling_factor": "twice"})
+    with pytest.raises(MegaMoETypeError, match="norm_topk: expected True or False, got 'no'"):
+        MoEConfig(64, 32, 8, 2, norm_topk="no")
+
+
 def test_from_hf_names_a_missing_field():
     with pytest.raises(MegaMoEValueError, match="config.moe_intermediate_size: expected a value"):
         MoEConfig.from_hf({k: v for k, v in HF.items() if k != "moe_intermediate_size"})

@@ -292,7 +292,7 @@ def test_block_of_and_block_ranges_agree():
 def test_refusals():
     with pytest.raises(MegaMoEValueError, match=r"x: expected a matrix \[rows, channels\], got shape \(2, 3, 4\)"):
         quantize_rows(torch.randn(2, 3, 4), FP32_SCALES)
-    with pytest.raises(MegaMoETypeError, match="x: expected bf16, fp16 or fp32, got torch.float64"):
+    with pytest.raises(MegaMoETypeError, match="x: expected a bf16, fp16 or fp32 tensor, got torch.float64"):
         quantize_rows(torch.randn(2, 3).double(), FP32_SCALES)
     with pytest.raises(
         MegaMoEValueError, match=r"w: expected \[E, N, K\] with N a multiple of 2, got shape \(1, 3, 4\)"
@@ -300,8 +300,12 @@ def test_refusals():
         quantize_weight(torch.randn(1, 3, 4), FP32_SCALES, row_groups=2)
     with pytest.raises(MegaMoEValueError, match=r"w: expected \[E, N, K\]"):
         quantize_weight(torch.randn(3, 4), FP32_SCALES)
-    with pytest.raises(MegaMoETypeError, match="w: expected bf16, fp16 or fp32, got torch.int32"):
+    with pytest.raises(MegaMoETypeError, match="w: expected a bf16, fp16 or fp32 tensor, got torch.int32"):
         quantize_weight(torch.ones(1, 2, 2, dtype=torch.int32), FP32_SCALES)
+    with pytest.raises(MegaMoETypeError, match="x: expected a bf16, fp16 or fp32 tensor, got NoneType"):
+        quantize_rows(None, FP32_SCALES)
+    with pytest.raises(MegaMoETypeError, match="recipe: expected a Recipe, got 'fp8'"):
+        quantize_weight(torch.ones(1, 2, 2), "fp8")
 
 
 @pytest.mark.parametrize("row_groups", [1, 2])
