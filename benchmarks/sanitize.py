@@ -91,7 +91,7 @@ def main() -> int:
     arguments = parser.parse_args()
     pairs = [(tool, kernel) for tool in arguments.tools.split(",") for kernel in arguments.kernels.split(",")]
     with concurrent.futures.ThreadPoolExecutor(arguments.at_once) as pool:
-        records = list(pool.map(lambda pair: run(*pair, arguments.timeout, arguments.watch), pairs))
+        records = list(pool.map(lambda pair: run(pair[0], pair[1], arguments.timeout, arguments.watch), pairs))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     write_records(arguments.out, [{**environment("cute", device), "watch": arguments.watch, **r} for r in records])
     for record in records:
