@@ -54,13 +54,14 @@ class ExchangeBackend(CuteBackend):
         outs = [transport.start_combine_arrivals(out, plan)()[: xs[0].shape[0]]]
         if options.save == "none":
             return outs, None
-        weights = buffers.p if saves else buffers.p.clone()  # without gate/up they are the workspace's
+        rows = plan.ranks[transport.local_ranks[0]].num_rows
+        weights = buffers.p[:rows] if saves else buffers.p[:rows].clone()  # without gate/up they are the workspace's
         saved = Saved(
             plan,
             recipe,
             [weights],
-            [buffers.gate_up] if saves else None,
-            [_pool_of(buffers)] if options.save == "pool" else None,
+            [buffers.gate_up[:rows]] if saves else None,
+            [_pool_of(buffers, rows)] if options.save == "pool" else None,
             None if options.save == "pool" else list(xs),
         )
         return outs, saved
@@ -86,10 +87,11 @@ class ExchangeBackend(CuteBackend):
                 arrived = transport.send_tokens(saved.xs[0], plan)
                 unread = torch.zeros_like(here.ids, dtype=torch.float32)  # p of the row order are used
                 _, again = self._forward(here, arrived, unread, experts[0], choices, True, p)
-                pool, gate_up = _pool_of(again), again.gate_up
+                pool, gate_up = _pool_of(again, here.num_rows), again.gate_up
             else:
                 (pool,) = transport.dispatch_rows([self.steps.quantize_rows(saved.xs[0], recipe)], plan)
-                pool = pool if pool.data.shape[0] else None  # without rows any others do
+        if pool is not None and not pool.data.shape[0]:
+            pool = None  # without rows, those of dout do
         assert gate_up is not None
         rows = here.rows(p, gate_up)
         result = self._backward(here, d_arrived, rows, experts[0], choices)
@@ -178,13 +180,23 @@ class Here:
 
     def rows(self, p: torch.Tensor, gate_up: torch.Tensor) -> Rows:
         """The row order of such a call: the code of a row is its arrival."""
-        codes = self._plan.token
-        codes = torch.nn.functional.pad(codes, (0, self.num_rows - codes.shape[0]), value=-1)
-        return Rows(codes, p, self._plan.offs, self._plan.counts, gate_up)
+        return Rows(
+            self._padded(self._plan.token, -1),
+            self._padded(p, 0),
+            self._plan.offs,
+            self._plan.counts,
+            self._padded(gate_up, 0),
+        )
+
+    def _padded(self, rows: torch.Tensor, fill: int) -> torch.Tensor:
+        """At least one block of rows, where the plan has none."""
+        if rows.shape[0] == self.num_rows:
+            return rows
+        return rows.new_full((self.num_rows, *rows.shape[1:]), fill)
 
 
-def _pool_of(buffers: Any) -> QuantizedRows:
-    return QuantizedRows(buffers.pool, buffers.pool_s, k_major=True)
+def _pool_of(buffers: Any, num_rows: int) -> QuantizedRows:
+    return QuantizedRows(buffers.pool[:num_rows], buffers.pool_s[:, :num_rows], k_major=True)
 
 
 def _at_least_one(rows: torch.Tensor, fill: int = 0) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from megamoe import backends, torch_steps, unfused
 from megamoe.backends.stepwise import StepwiseBackend
 from megamoe.cli.problem import Problem
-from megamoe.comm import LocalWorld, as_transport
+from megamoe.comm import LocalWorld, Transport, as_transport
 from megamoe.gates import GATES, Gates, rel_l2, sqnr_db, worst_expert_db, worst_row, worst_weight_grad
 from megamoe.quantize import QuantizedRows, QuantizedWeight
 from megamoe.recipe import Recipe
@@ -97,13 +97,27 @@ def run_backend(name: str, problem: Problem, recipe: Recipe) -> tuple[str, Value
     backend = backends.resolve(name, asked)
     if backend.name in ("torch", "triton"):
         return backend.name, run_steps(backend.steps, problem, recipe)
-    return backend.name, _run(backend, None, problem, recipe)
+    return backend.name, run_values(backend, problem, recipe)
+
+
+def run_values(
+    backend: backends.Backend, problem: Problem, recipe: Recipe, transport: Transport | None = None
+) -> Values:
+    """What a backend stores of a forward and backward.
+
+    Args:
+        transport: between the problem's ranks; None: they are virtual ranks of this process. Over a process group the
+            stages are those of this process's rank.
+    """
+    world = transport or as_transport(LocalWorld(problem.spec.num_ranks), backend.steps)
+    return _run(backend, None, problem, recipe, world)
 
 
 def run_steps(steps: Any, problem: Problem, recipe: Recipe) -> Values:
     """The unfused layer with a module of steps, every stage recorded."""
     recorder = Recorder(steps)
-    return _run(_Unfused(recorder), recorder, problem, recipe)
+    transport = as_transport(LocalWorld(problem.spec.num_ranks), recorder)  # type: ignore[arg-type]
+    return _run(_Unfused(recorder), recorder, problem, recipe, transport)
 
 
 def emulate(problem: Problem, recipe: Recipe, gate_up: torch.Tensor | None = None) -> Values:
@@ -147,30 +161,36 @@ class _Unfused(StepwiseBackend):
         return self._given
 
 
-def _run(backend: backends.Backend, recorder: Recorder | None, problem: Problem, recipe: Recipe) -> Values:
-    num_ranks = problem.spec.num_ranks
-    transport = as_transport(LocalWorld(num_ranks), backend.steps)
+def _run(
+    backend: backends.Backend, recorder: Recorder | None, problem: Problem, recipe: Recipe, transport: Transport
+) -> Values:
+    ranks = transport.local_ranks
+    num_ranks = len(ranks)
+
+    def local(values: Sequence[Any]) -> list[Any]:
+        return [values[rank] for rank in ranks]
+
     experts = []
-    for rank in range(num_ranks):
+    for rank in ranks:
         w13, w2 = problem.weights_of(rank)
         a, a_t = backend.copy_weight(w13, 2, recipe, True)
         b, b_t = backend.copy_weight(w2, 1, recipe, True)
         experts.append(backend.prepare(unfused.ExpertWeights(a, b, a_t, b_t)))
     outs, saved = backend.forward(
         transport,
-        problem.xs,
-        problem.topk_ids,
-        problem.topk_weights,
+        local(problem.xs),
+        local(problem.topk_ids),
+        local(problem.topk_weights),
         experts,
         recipe,
         unfused.ForwardOptions(save="pool"),
     )
     assert saved is not None
     dw13, dw2 = (
-        [torch.full(v.shape, float("nan"), device=v.device) for v in w.chunk(num_ranks)]
+        [torch.full(v.shape, float("nan"), device=v.device) for v in local(w.chunk(problem.spec.num_ranks))]
         for w in (problem.w13_E2IH, problem.w2_EHI)
     )
-    grads = backend.backward(transport, problem.douts, saved, experts, unfused.Needs(w13=dw13, w2=dw2))
+    grads = backend.backward(transport, local(problem.douts), saved, experts, unfused.Needs(w13=dw13, w2=dw2))
     assert grads.dx is not None and grads.dp is not None
     values = {
         "out": _joined(outs),
@@ -179,7 +199,7 @@ def _run(backend: backends.Backend, recorder: Recorder | None, problem: Problem,
         "dW13": _joined(dw13),
         "dW2": _joined(dw2),
     }
-    rows = _Rows(saved.plan)
+    rows = _Rows(saved.plan, ranks)
     if saved.pools is not None:
         values["x"] = rows.quantized(saved.pools)
     if saved.gate_ups is not None:
@@ -199,9 +219,9 @@ def _run(backend: backends.Backend, recorder: Recorder | None, problem: Problem,
 class _Rows:
     """Pools of all ranks as the real rows of one global order: (expert, source rank, token, slot)."""
 
-    def __init__(self, plan: RoutingPlan | tuple[unfused.RowOrder, ...]) -> None:
+    def __init__(self, plan: RoutingPlan | tuple[unfused.RowOrder, ...], ranks: Sequence[int]) -> None:
         if isinstance(plan, RoutingPlan):
-            self._real = [mine.token >= 0 for mine in plan.ranks]
+            self._real = [plan.ranks[rank].token >= 0 for rank in ranks]
         else:
             self._real = [_is_real(order) for order in plan]
 

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megamoe._version import __version__
+from megamoe.cli import group_run
 from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape, make_problem, spelled_as_options
 from megamoe.cli.stages import Verdict, verify_problem
 from megamoe.errors import MegaMoEValueError, expected
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routing", default="uniform", help=f"one of {', '.join(ROUTINGS)}; several by comma; or all")
     parser.add_argument("--seeds", default="0", help="comma-separated")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    group_run.add_transport(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
@@ -103,6 +106,10 @@ def verify_main(args: argparse.Namespace) -> int:
     """Run `megamoe verify`; returns its exit status."""
     with spelled_as_options():
         recipe = Recipe(args.precision, args.scale_format, args.clamp, args.wgrad_operands)
+        if group_run.launched():
+            args.ranks = args.ranks or int(os.environ["WORLD_SIZE"])
+            specs = list(specs_of(args))
+            return group_run.verify_group(specs, recipe, args)
         specs = list(specs_of(args))
     device = device_of(args.device)
     reports: list[dict[str, object]] = []
