@@ -147,6 +147,9 @@ class MoEContext:
         _check_sizes(capacity, max_tokens_per_rank, num_local < num_ranks or transport is not None)
         if save not in get_args(SaveMode)[1:]:
             raise MegaMoEValueError(expected("save", "'pool', 'repull' or 'recompute'", repr(save)))
+        if recipe is not None and not isinstance(recipe, Recipe):
+            got = type(recipe).__name__
+            raise MegaMoETypeError(expected("recipe", "a Recipe or None", got, "Pass Recipe('fp8')."))
         self.recipe = recipe if recipe is not None else Recipe()
         self.world, self.backend, self.debug, self.copies = world, backend, debug, copies
         self.overlap = check_overlap(overlap)

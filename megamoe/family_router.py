@@ -71,8 +71,7 @@ class FamilyRouter(Router):
         Raises:
             MegaMoEValueError: x has another hidden size; a hash layer without token_ids or topk_ids; as `route_family`.
         """
-        if x.dim() != 2 or x.shape[1] != self.config.hidden_size:
-            raise MegaMoEValueError(expected("x", f"[T, H = {self.config.hidden_size}]", f"shape {tuple(x.shape)}"))
+        self._check(x)
         if self.tid2eid is not None and topk_ids is None:
             if token_ids is None:
                 raise MegaMoEValueError(expected("token_ids", "the vocabulary ids of a hash layer's tokens", None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +26,9 @@ from megamoe.quantize import ceil_div, quantize_weight
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import experts_per_rank
 from megamoe.weights import WeightCopies
+
+_OWN_OPTIONS = ("world", "backend", "recipe", "weights", "device", "overlap", "overlap_shared")
+"""Of `MegaMoE`; the others are those of `MoEContext`."""
 
 
 class Experts(nn.Module):
@@ -208,6 +212,7 @@ class MegaMoE(nn.Module):
         **context: Any,
     ) -> None:
         super().__init__()
+        device = _check_construction(config, recipe, device, context)
         self.overlap_shared = overlap_shared
         if weights not in get_args(WeightFormat):
             raise MegaMoEValueError(expected("weights", "'fp8', 'bf16' or 'fp32'", repr(weights)))
@@ -270,7 +275,7 @@ class MegaMoE(nn.Module):
         is_list = isinstance(x, list | tuple)
         xs: list[torch.Tensor] = list(x) if is_list else [x]
         hidden = self.config.hidden_size
-        error = _x_error(xs, is_list, hidden)
+        error = _x_error(xs, is_list, hidden, self.experts.w13.device)
         if error is not None:
             self.experts.context.report(error, self.experts.w13.device)
         device_type = xs[0].device.type
@@ -438,6 +443,30 @@ class MegaMoE(nn.Module):
         return made
 
 
+def _check_construction(
+    config: Any, recipe: Any, device: torch.device | str | None, options: dict[str, Any]
+) -> torch.device | None:
+    """Refuse what is of another type than asked for; returns the device."""
+    problems = []
+    if not isinstance(config, MoEConfig):
+        problems.append(expected("config", "a MoEConfig", type(config).__name__))
+    if recipe is not None and not isinstance(recipe, Recipe):
+        problems.append(expected("recipe", "a Recipe or None", type(recipe).__name__, "Pass Recipe('fp8')."))
+    known = [name for name in inspect.signature(MoEContext).parameters if name not in _OWN_OPTIONS]
+    for name in options.keys() - known:
+        problems.append(expected("MegaMoE", f"options {', '.join([*_OWN_OPTIONS, *known])}", repr(name)))
+    if problems:
+        raise MegaMoETypeError("\n".join(problems))
+    try:
+        where = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise MegaMoEValueError(expected("device", "cpu, cuda, cuda:N or meta", repr(device))) from None
+    if where is not None and where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        here = f"cpu, or one of the {torch.cuda.device_count()} CUDA devices that torch sees"
+        raise MegaMoEValueError(expected("device", here, repr(str(device))))
+    return where
+
+
 def _settings(
     overlap: Overlap, config: MoEConfig, context: MoEContext, device: torch.device | str | None
 ) -> OverlapConfig:
@@ -458,8 +487,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _x_error(xs: list[Any], is_list: bool, hidden: int) -> MegaMoEError | None:
-    """What is wrong with x: first types, then shapes."""
+def _x_error(xs: list[Any], is_list: bool, hidden: int, device: torch.device) -> MegaMoEError | None:
+    """What is wrong with x: first types, then shapes and devices."""
     names = [f"x[{i}]" if is_list else "x" for i in range(len(xs))]
     types = [
         expected(name, "a bf16, fp16 or fp32 tensor", getattr(value, "dtype", type(value).__name__))
@@ -472,6 +501,11 @@ def _x_error(xs: list[Any], is_list: bool, hidden: int) -> MegaMoEError | None:
         expected(name, f"[T, {hidden}] or [B, S, {hidden}]", f"shape {tuple(value.shape)}")
         for name, value in zip(names, xs, strict=True)
         if value.dim() not in (2, 3) or value.shape[-1] != hidden
+    ]
+    shapes += [
+        expected(name, f"a tensor with data on the device of the weights, {device}", value.device)
+        for name, value in zip(names, xs, strict=True)
+        if value.device != device or value.is_meta
     ]
     shapes += [] if xs else [expected("x", "one tensor for each rank", "none")]
     return MegaMoEValueError("\n".join(shapes)) if shapes else None

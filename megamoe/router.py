@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megamoe.config import MoEConfig
-from megamoe.errors import MegaMoEValueError, expected
+from megamoe.errors import MegaMoETypeError, MegaMoEValueError, expected
 
 NORM_EPS = 1e-20
 """Added to the sum by which the weights are divided."""
@@ -79,6 +79,8 @@ class Router(nn.Module):
         self, config: MoEConfig, device: torch.device | str | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            raise MegaMoETypeError(expected("config", "a MoEConfig", type(config).__name__))
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype))
         self.register_buffer("correction_bias", torch.zeros(config.num_experts, device=device, dtype=torch.float32))
@@ -96,6 +98,13 @@ class Router(nn.Module):
             self.correction_bias = bias.to(self.correction_bias.device)
         return self
 
+    def _check(self, x: torch.Tensor) -> None:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            got = getattr(x, "dtype", type(x).__name__)
+            raise MegaMoETypeError(expected("x", "a tensor of floating numbers", got))
+        if x.dim() != 2 or x.shape[1] != self.config.hidden_size:
+            raise MegaMoEValueError(expected("x", f"[T, H = {self.config.hidden_size}]", f"shape {tuple(x.shape)}"))
+
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route tokens.
 
@@ -107,10 +116,9 @@ class Router(nn.Module):
             `torch.backends.cuda.matmul.fp32_precision` to "ieee" (torch's default), or logits are rounded to TF32.
 
         Raises:
-            MegaMoEValueError: x has another hidden size.
+            MegaMoETypeError: x is no floating tensor. MegaMoEValueError: x has another hidden size.
         """
-        if x.dim() != 2 or x.shape[1] != self.config.hidden_size:
-            raise MegaMoEValueError(expected("x", f"[T, H = {self.config.hidden_size}]", f"shape {tuple(x.shape)}"))
+        self._check(x)
         with torch.autocast(x.device.type, enabled=False):
             logits = nn.functional.linear(x.float(), self.weight.float())
             return route(logits, self.correction_bias, self.config)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megamoe.backends import BACKENDS
 from megamoe.cli.bench import Progress
-from megamoe.cli.problem import ROUTINGS, ProblemSpec, draw_topk_ids
+from megamoe.cli.problem import ROUTINGS, ProblemSpec, draw_topk_ids, spelled_as_options
 from megamoe.cli.timing import time_variants
 from megamoe.cli.trace import shape_of
 from megamoe.cli.verify import device_of, integers
@@ -219,9 +219,10 @@ def space_of(args: argparse.Namespace, is_fused: bool) -> dict[str, Sequence[Any
     space: dict[str, Sequence[Any]] = {"wgrad": args.wgrad.split(",")}
     if is_fused:
         space |= {name: integers(f"--{name.replace('_', '-')}", getattr(args, name)) for name in FUSED_ONLY}
-    for name, values in space.items():
-        for value in values:
-            OverlapConfig(**{name: value})  # what it refuses, it refuses now
+    with spelled_as_options():
+        for name, values in space.items():
+            for value in values:
+                OverlapConfig(**{name: value})  # what it refuses, it refuses now
     return space
 
 
@@ -244,8 +245,9 @@ def tune_main(args: argparse.Namespace, timer: Timer = measure) -> int:
     """Run `megamoe tune`; returns its exit status."""
     device, group = device_of(args.device), _join(args.device)
     is_first = group is None or dist.get_rank(group) == 0
-    config, spec, ranks = problem_of(args, group)
-    recipe = Recipe(clamp=args.clamp, **({"wgrad_operands": args.wgrad_operands} if args.wgrad_operands else {}))
+    with spelled_as_options():
+        config, spec, ranks = problem_of(args, group)
+        recipe = Recipe(clamp=args.clamp, wgrad_operands=args.wgrad_operands)
     world = group if group is not None else LocalWorld(ranks) if ranks > 1 else None
     layers = TwoLayers(config, recipe, args.backend, spec, world, device)
     backend = layers.layers[0].backend_name()

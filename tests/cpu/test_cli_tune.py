@@ -127,7 +127,8 @@ def test_real_steps_over_virtual_ranks(tmp_path, capsys):
     "options, match",
     [
         (["--ranks", "5"], "--ranks: expected a divisor of 12 tokens and 8 experts, got 5"),
-        (["--wgrad", "inline,never"], "wgrad: expected 'inline', 'stream' or 'delayed', got 'never'"),
+        (["--wgrad", "inline,never"], "--wgrad: expected 'inline', 'stream' or 'delayed', got 'never'"),
+        (["--clamp", "-1"], "--clamp: expected a positive finite limit or None, got -1.0"),
         (["--shape", "8,128"], "--shape: expected A, B, C or E,H,I,K, got '8,128'"),
     ],
 )
@@ -138,7 +139,7 @@ def test_refusals(options, match, capsys):
 
 def test_values_of_fused_kernels_are_checked_before_anything_runs():
     args = build_parser("tune").parse_args([*SMALL, "--lag", "0,-8"])
-    with pytest.raises(MegaMoEValueError, match="lag: expected an integer from 0 to 1024, got -8"):
+    with pytest.raises(MegaMoEValueError, match="--lag: expected an integer from 0 to 1024, got -8"):
         tune.space_of(args, is_fused=True)
     names = {field.name for field in dataclasses.fields(OverlapConfig)}
     assert set(tune.space_of(build_parser("tune").parse_args(SMALL), is_fused=True)) == names

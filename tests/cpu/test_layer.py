@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megamoe import LocalWorld, MegaMoE, MoEConfig, Recipe
+from megamoe import LocalWorld, MegaMoE, MoEConfig, MoEContext, Recipe, Router
 from megamoe.errors import BackendUnavailable, MegaMoETypeError, MegaMoEValueError
 from megamoe.gates import GATES, rel_l2, sqnr_db
 from tests.support.compare import assert_bitwise, assert_experts_pass, assert_rows_pass
@@ -232,8 +232,41 @@ def test_refuses(options, match):
 
 
 def test_unknown_options_are_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'tokens'"):
+    with pytest.raises(MegaMoETypeError, match="MegaMoE: expected options world, backend, .* capacity, .*got 'tokens'"):
         MegaMoE(CONFIG, tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: MegaMoE(None), MegaMoETypeError, "config: expected a MoEConfig, got NoneType"),
+        (lambda: MegaMoE({"hidden_size": 8}), MegaMoETypeError, "config: expected a MoEConfig, got dict"),
+        (lambda: MegaMoE(CONFIG, recipe="fp8"), MegaMoETypeError, "recipe: expected a Recipe or None, got str. Pass"),
+        (lambda: MoEContext("fp8"), MegaMoETypeError, "recipe: expected a Recipe or None, got str. Pass"),
+        (lambda: MegaMoE(CONFIG, device="bogus"), MegaMoEValueError, "device: expected cpu, cuda, .*, got 'bogus'"),
+        (lambda: MegaMoE(CONFIG, device="cuda:99"), MegaMoEValueError, "device: expected .*, got 'cuda:99'"),
+        (lambda: Router(None), MegaMoETypeError, "config: expected a MoEConfig, got NoneType"),
+        (lambda: Router(CONFIG)(None), MegaMoETypeError, "x: expected a tensor of floating numbers, got NoneType"),
+        (
+            lambda: Router(CONFIG)(torch.zeros(2, 128).int()),
+            MegaMoETypeError,
+            "x: expected a tensor of .* got torch.int32",
+        ),
+        (
+            lambda: MegaMoE(CONFIG)(tokens().to("meta")),
+            MegaMoEValueError,
+            "x: expected .* of the weights, cpu, got meta",
+        ),
+        (
+            lambda: MegaMoE(CONFIG, device="meta")(tokens().to("meta")),
+            MegaMoEValueError,
+            "x: expected a tensor with data on the device of the weights, meta, got meta",
+        ),
+    ],
+)
+def test_other_types_and_devices_are_named(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
 
 
 def test_a_backend_by_name_is_used_or_refused():
