@@ -1,11 +1,17 @@
-"""What every role of the fused forward does when: a timeline, and the share of time each spends waiting for what."""
+"""What every role of a fused kernel does when: a timeline, and the share of time each spends waiting for what.
+
+Of a backward GEMM 1 is that with W2 transposed, GEMM 2 that with W13 transposed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--routing", default="uniform", help="uniform, zipf, ... as in `megamoe bench`")
     parser.add_argument("--ranks", type=int, default=1, help="virtual ranks, all traced")
-    parser.add_argument("--save", action="store_true", help="trace a training forward")
+    parser.add_argument("--pass", dest="direction", choices=("forward", "backward"), default="forward")
+    parser.add_argument("--save", action="store_true", help="trace a training forward; a backward always follows one")
     parser.add_argument("--out", default="trace", help="writes OUT.json (Chrome, Perfetto) and OUT.png")
 
 
@@ -41,7 +48,7 @@ def shape_of(name: str, tokens: int) -> Shape:
 
 
 def trace_main(arguments: argparse.Namespace) -> int:
-    """Runs the fused forward a few times, then once more with stamps."""
+    """Runs the fused kernel a few times with stamps; the last time is shown."""
     from cute_kernels import trace
 
     events = traced(arguments)
@@ -68,23 +75,31 @@ def traced(arguments: argparse.Namespace) -> list:
 
     spec = ProblemSpec(per_rank, hidden, shape.intermediate, experts, top_k, arguments.routing)
     problem = BenchProblem(spec, Recipe(), torch.device("cuda"))
-    weights = []
-    for e in problem.experts(BACKENDS["triton"], transposed=False):
-        assert e.w13.scale is not None and e.w2.scale is not None
-        weights.append(launch.prepare_weights(e.w13.data, e.w13.scale, e.w2.data, e.w2.scale))
+    is_backward = arguments.direction == "backward"
+    weights = problem.experts(BACKENDS["cute"], transposed=is_backward)
     config = dataclasses.replace(TileConfig(), trace=True)
     sizes = dict(hidden=hidden, num_experts=experts, top_k=top_k, max_tokens=max(*per_rank, 1))
     with launch.LocalWorld(ranks, **sizes) as world:
         buffers = [torch.zeros(trace.num_words(w.num_ctas), dtype=torch.int64, device="cuda") for w in world.workspaces]
+        stamps: dict[str, Any] = {"config": config, "traces": buffers, "streams": world.streams}
+        forward = functools.partial(
+            launch.fused_forward, world.workspaces, problem.xs, problem.ids, problem.weights, [e.fused for e in weights]
+        )
+        run: Callable[[], object] = functools.partial(forward, save=arguments.save, **stamps)
+        if is_backward:
+            from cute_kernels.backward_launch import fused_backward
+
+            saved = [result.buffers for result in forward(save=True, streams=world.streams)]
+            transposed = [e.fused_t for e in weights]
+            run = functools.partial(
+                fused_backward, world.workspaces, problem.douts, problem.ids, saved, transposed, **stamps
+            )
         for _ in range(4):  # the last one is kept
             for b in buffers:
                 b.zero_()
             torch.cuda.synchronize()
             torch.cuda._sleep(4_000_000)  # cycles: the card waits until the launches of all ranks are queued
-            launch.fused_forward(
-                world.workspaces, problem.xs, problem.ids, problem.weights, weights, save=arguments.save, config=config,
-                streams=world.streams, traces=buffers,
-            )  # fmt: skip
+            run()
             torch.cuda.synchronize()
         return [
             event
