@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megamoe import MegaMoE, MoEConfig, Recipe, mega_moe
+from megamoe import LocalWorld, MegaMoE, MoEConfig, Recipe, mega_moe
 from megamoe.cli.problem import Problem
 from megamoe.gates import GATES, sqnr_db
 from megamoe.reference import oracle_backward
@@ -276,8 +276,6 @@ def micro_batches(where: Where) -> None:
 
 def router_gradients_over_ranks(where: Where) -> None:
     """Rows 70, 71: parts of dx and of the router's gradient are never summed; expert gradients are off by R."""
-    from megamoe import LocalWorld
-
     x = tokens(where, 48)
     for loss in ("sum", "mean"):
         found = []
@@ -294,6 +292,28 @@ def router_gradients_over_ranks(where: Where) -> None:
         assert found[0]["router.weight"].any()
         for other in found[1:]:
             assert_equal(other, found[0])
+
+
+def training_over_ranks(where: Where) -> None:
+    """Row 104: training on two ranks drifts from training on one: here losses and weights are the same bit for bit."""
+    found = []
+    for ranks in (1, 2):
+        torch.manual_seed(0)
+        world = {"world": LocalWorld(ranks)} if ranks > 1 else {}
+        layer = where.layer(CONFIG, weights="fp32", **world)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        losses = []
+        for step in range(6):
+            x, target = tokens(where, 48, seed=step), tokens(where, 48, seed=100 + step)
+            out = torch.cat(layer(list(x.split([30, 18])))) if ranks > 1 else layer(x)
+            loss = (out.float() - target.float()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        found.append({"losses": torch.stack(losses), **layer.state_dict()})
+    assert found[0]["losses"][-1] < found[0]["losses"][0]
+    assert_equal(found[1], found[0])
 
 
 def heavy_tails(where: Where) -> None:
@@ -361,6 +381,7 @@ CASES: list[Callable[[Where], None]] = [
     inference,
     micro_batches,
     router_gradients_over_ranks,
+    training_over_ranks,
     heavy_tails,
     e4m3_gradients_are_the_better_choice,
     wgrad_operands,
