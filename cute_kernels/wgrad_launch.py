@@ -360,6 +360,7 @@ def weight_gradients(
             transpose_quantized(b, queue, b_scale, True, up if b_scale is None else down),
         )
         wgrad_gemm(*copies, queue, out, **modes)
+        del copies, up, down  # before the next ones are made
 
 
 def _config(M: int, N: int, precision: str, queue: WgradQueue, out, accumulate: bool, wrong: list[str]):

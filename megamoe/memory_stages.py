@@ -164,9 +164,8 @@ class Call:
         width = 2 * self.inter + self.hidden
         if self.options.wgrad_operands == "bf16":
             return Item(name, 2 * self.rows * self.hidden, "P * H * 2")
-        if self.is_fused:  # transposed e4m3 with scales along the rows
-            return Item(name, self.rows * width + 4 * self.rows * width // BLOCK, "P * (2I + H) and scales")
-        return Item(name, 2 * self.rows * width, "P * (2I + H) * 2")
+        # transposed e4m3 with scales along the rows; the torch steps keep bf16 instead
+        return Item(name, self.rows * width + 4 * self.rows * width // BLOCK, "P * (2I + H) and scales")
 
     def out(self, name: str) -> Item:
         return Item(name, 2 * self.tokens * self.hidden * self.local, "T * H * 2")
