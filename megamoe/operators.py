@@ -74,9 +74,9 @@ def forward_op(
             )
     mine = split_experts(experts, len(xs))
     options = context.options(topk_ids, mine[0].w13.data.shape[0], cast(SaveMode, save))
-    ids, weights = [v.contiguous() for v in topk_ids], [v.contiguous() for v in topk_weights]
+    tokens, ids, weights = ([_packed(v) for v in values] for values in (xs, topk_ids, topk_weights))
     with _on(w13.device):
-        outs, saved = backend.forward(transport, xs, ids, weights, mine, context.recipe, options)
+        outs, saved = backend.forward(transport, tokens, ids, weights, mine, context.recipe, options)
     kept = [] if saved is None else pack(saved)
     inputs = [*xs, *topk_ids, *topk_weights, w13, w2]
     own = _unaliased([*outs, *kept], inputs)
@@ -171,8 +171,8 @@ def backward_op(
     with _on(w13.device):
         grads = backend.backward(
             transport,
-            [dout.to(torch.bfloat16) for dout in douts],
-            unpack(saved, list(xs), list(topk_ids), backend, context, save),
+            [_packed(dout.to(torch.bfloat16)) for dout in douts],
+            unpack(saved, [_packed(x) for x in xs], [_packed(ids) for ids in topk_ids], backend, context, save),
             split_experts(experts, num_local),
             Needs(needs[0], needs[1], into[0], into[1], later, context.overlap),
         )
@@ -247,6 +247,12 @@ forward_op.register_autograd(_backward, setup_context=_setup_context)
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Kernels launch on the current device, which need not be that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, row-major at a multiple of 16 bytes: kernels copy in bulk."""
+    packed = tensor.contiguous()
+    return packed if packed.data_ptr() % 16 == 0 else packed.clone()
 
 
 def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
