@@ -27,6 +27,7 @@ class FusedBackward(FusedForward):
     """
 
     problem: BackwardProblem
+    direction_code = 1
 
     def __init__(self, problem: BackwardProblem, config: TileConfig):
         assert problem.plan_given and problem.save

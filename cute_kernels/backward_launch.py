@@ -16,7 +16,7 @@ import torch
 
 from cute_kernels.backward_problem import BackwardProblem
 from cute_kernels.compile import compiled
-from cute_kernels.launch import DEFAULT_TIMEOUT_S, FP8, Workspace, kernel_sizes, launch_ranks
+from cute_kernels.launch import DEFAULT_TIMEOUT_S, FP8, Workspace, joined, kernel_sizes, launch_ranks
 from cute_kernels.tile_config import BLOCK, TileConfig
 from cute_kernels.weights import ROWS, permute_rows, tile_scales
 from cute_kernels.wgrad_launch import WgradOperands, weight_gradients
@@ -146,31 +146,32 @@ def fused_backward(
         results: where to put the results; None: new tensors.
 
     Returns: one BackwardResult a rank.
-    Raises: ValueError, where the rows saved do not fit the workspace.
+    Raises: ValueError, where the rows saved do not fit the workspace; CallError, as launch.fused_forward.
     Effects: one kernel a rank on the current stream (or `streams`), no host synchronisation; can be captured into a
         CUDA graph; bit for bit repeatable.
     """
     first = workspaces[0]
-    for r, workspace in enumerate(workspaces):
-        if saved[r].gate_up.shape[0] != workspace.capacity_rows:
-            raise ValueError(
-                f"saved[{r}].gate_up: expected the workspace's {workspace.capacity_rows} rows, got "
-                f"{saved[r].gate_up.shape[0]}. Use a workspace of the forward's capacity."
-            )
-    intermediate = weights[0].w13_t.shape[2] // 2
-    problem = BackwardProblem(
-        first.hidden, intermediate, clamp is not None, pow2_scales=pow2_scales, many_experts=first.num_local > 128
-    )
-    launch = kernel(problem, config)
-    calls, made = [], []
-    for r, workspace in enumerate(workspaces):  # everything is allocated before the first launch
-        dout = douts[r].contiguous()
-        result = results[r] if results is not None else _allocate(dout, saved[r], workspace.top_k)
-        made.append(result)
-        trace = workspace.peers if traces is None else traces[r]
-        tensors = kernel_tensors(workspace, dout, topk_ids[r], saved[r], weights[r], result)
-        calls.append((*tensors, trace, *kernel_sizes(workspace, timeout_s), float(clamp or 0.0)))
-    launch_ranks(launch, calls, streams)
+    with joined(workspaces):
+        for r, workspace in enumerate(workspaces):
+            if saved[r].gate_up.shape[0] != workspace.capacity_rows:
+                raise ValueError(
+                    f"saved[{r}].gate_up: expected the workspace's {workspace.capacity_rows} rows, got "
+                    f"{saved[r].gate_up.shape[0]}. Use a workspace of the forward's capacity."
+                )
+        intermediate = weights[0].w13_t.shape[2] // 2
+        problem = BackwardProblem(
+            first.hidden, intermediate, clamp is not None, pow2_scales=pow2_scales, many_experts=first.num_local > 128
+        )
+        launch = kernel(problem, config)
+        calls, made = [], []
+        for r, workspace in enumerate(workspaces):  # everything is allocated before the first launch
+            dout = douts[r].contiguous()
+            result = results[r] if results is not None else _allocate(dout, saved[r], workspace.top_k)
+            made.append(result)
+            trace = workspace.peers if traces is None else traces[r]
+            tensors = kernel_tensors(workspace, dout, topk_ids[r], saved[r], weights[r], result)
+            calls.append((*tensors, trace, *kernel_sizes(workspace, timeout_s), float(clamp or 0.0)))
+    launch_ranks(launch, calls, workspaces, streams)
     return made
 
 

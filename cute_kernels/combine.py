@@ -2,7 +2,7 @@
 
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute, range_constexpr
 
-from cute_kernels import flags, memory, trace
+from cute_kernels import errors, flags, memory, trace
 from cute_kernels import workspace as ws
 from cute_kernels.prologue import expert_of
 from cute_kernels.schedule import integer
@@ -19,8 +19,8 @@ def combine(k, who: Int32, num_warps: Int32):
     since = trace.begin(k)
     target = k.num_ranks * k.num_ctas
     ok = flags.wait_for(k.watch, flags.flag(k.base, ws.HOME + k.parity), target, "sys", flags.IN_HOME, Int32(0))
-    # a call that was given up may still have all its signals: nothing was computed
-    ok = ok * (1 - flags.is_aborted(k.watch))
+    # a call that all ranks ended without rows has all its signals
+    ok = ok * (1 - Int32(k.fate[0]))
     if const_expr(k.config.trace):
         if k.tid == 128:
             trace.event(k, trace.MATH, trace.WAIT_HOME, since)
@@ -38,6 +38,8 @@ def combine(k, who: Int32, num_warps: Int32):
             present = sum_token(k, token, column, present, unit // chunks)
         else:
             fill_nan(k, token, column)
+    if (ok == 0) & (k.tid == 128):
+        errors.report(k)
     if const_expr(k.config.trace):
         if k.tid == 128:
             trace.event(k, trace.MATH, trace.SUM, since)

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, cute
 from cute_kernels import workspace as ws
 
 PAUSE_NS = 32  # between two looks at a flag
-ABORTED, TIMEOUT, OVERFLOW, BAD_IDS = 1, 2, 4, 8  # error codes
+ABORTED, TIMEOUT, OVERFLOW, BAD_IDS, REFUSED, SIGNATURE = 1, 2, 4, 8, 16, 32  # error codes
 IN_COUNT, IN_HEADER, IN_ARRIVE, IN_DONE, IN_HOME, IN_PLAN = range(6)  # where
 
 
@@ -83,11 +83,12 @@ def now() -> Int32:
 
 
 class Watch:
-    """What bounded waits and error records need: the blobs of all ranks, this rank's, the number of the call, the
-    longest wait in units of 1024 ns."""
+    """What bounded waits and error records need: the blobs of all ranks, this rank and its blob, the number of the
+    call, the longest wait in units of 1024 ns."""
 
-    def __init__(self, peers, num_ranks, base, epoch, timeout):
-        self.peers, self.num_ranks, self.base, self.epoch, self.timeout = peers, num_ranks, base, epoch, timeout
+    def __init__(self, peers, num_ranks, rank, base, epoch, timeout):
+        self.peers, self.num_ranks, self.rank, self.base = peers, num_ranks, rank, base
+        self.epoch, self.timeout = epoch, timeout
 
 
 @cute.jit
@@ -106,8 +107,7 @@ def wait_for(watch, address: Int64, target: Int32, scope, where, index: Int32):
             nanosleep(PAUSE_NS)
             got = load_acquire(address, scope)
             if got != target:
-                # the abort word: written by `record` of any rank (sys), read here; no data stands behind it
-                if load_relaxed(flag(watch.base, ws.ABORT), "sys") == watch.epoch:
+                if is_aborted(watch) == 1:
                     reached = Int32(0)
                 if now() - begin > watch.timeout:
                     reached = Int32(0)
@@ -117,24 +117,34 @@ def wait_for(watch, address: Int64, target: Int32, scope, where, index: Int32):
 
 @cute.jit
 def record(watch, code, where, index: Int32, got: Int32, wanted: Int32):
-    """The first error of a call leaves its record (writer: the thread that found it, reader: the host after the launch)
-    and ends the call on all ranks: their bounded waits read the abort word."""
-    base = flag(watch.base, ws.ERROR)
-    before = cute.arch.atomic_cas(int_at(base), cmp=Int32(0), val=Int32(code), sem="relaxed", scope="gpu")
-    if before == 0:
-        store_relaxed(base + 4 * ws.R_EPOCH, watch.epoch, "gpu")
-        store_relaxed(base + 4 * ws.R_WHERE, Int32(where), "gpu")
-        store_relaxed(base + 4 * ws.R_INDEX, index, "gpu")
-        store_relaxed(base + 4 * ws.R_GOT, got, "gpu")
-        store_relaxed(base + 4 * ws.R_WANTED, wanted, "gpu")
+    """The first error of a call on this rank leaves its record on all ranks (writer: the thread that found it, reader:
+    errors.report, behind R_EPOCH or the abort word, sys) and ends the call there: bounded waits read the abort word,
+    and so does every later call, until the workspaces are reset."""
+    mine = flag(watch.base, ws.ERRORS + watch.rank)
+    before = cute.arch.atomic_exch(int_at(mine + 4 * ws.R_CLAIM), watch.epoch, sem="relaxed", scope="gpu")
     peers = watch.peers
     r = Int32(0)
     while r < watch.num_ranks:
-        store_relaxed(flag(peers[r], ws.ABORT), watch.epoch, "sys")
+        if before != watch.epoch:
+            note(flag(peers[r], ws.ERRORS + watch.rank), watch.epoch, code, where, index, got, wanted)
+        store_release(flag(peers[r], ws.ABORT), watch.epoch, "sys")
         r += 1
 
 
 @cute.jit
+def note(line: Int64, epoch: Int32, code, where, index: Int32, got: Int32, wanted: Int32):
+    """Writes a record into a line."""
+    store_relaxed(line + 4 * ws.R_CODE, code, "sys")
+    store_relaxed(line + 4 * ws.R_WHERE, where, "sys")
+    store_relaxed(line + 4 * ws.R_INDEX, index, "sys")
+    store_relaxed(line + 4 * ws.R_GOT, got, "sys")
+    store_relaxed(line + 4 * ws.R_WANTED, wanted, "sys")
+    store_release(line + 4 * ws.R_EPOCH, epoch, "sys")
+
+
+@cute.jit
 def is_aborted(watch):
-    """1 if this call is over on this rank."""
-    return Int32(load_relaxed(flag(watch.base, ws.ABORT), "sys") == watch.epoch)
+    """1 if this call, or one before it, was given up on some rank. Abort words are written by `record` of any rank
+    (sys) and read here; no data stands behind them. A rank may be in call n - 1 while another gives up call n."""
+    aborted = load_relaxed(flag(watch.base, ws.ABORT), "sys")
+    return Int32((aborted != 0) & (aborted <= watch.epoch))

@@ -6,7 +6,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum
 
-from cute_kernels import combine, dispatch, epilogues, flags, loader, mainloop, prologue
+from cute_kernels import combine, dispatch, epilogues, errors, flags, loader, mainloop, prologue
 from cute_kernels import workspace as ws
 from cute_kernels.schedule import CUTS
 from cute_kernels.tile_config import BLOCK, MAX_RANKS, THREADS, TILE_M, TILE_N, Problem, TileConfig
@@ -46,14 +46,18 @@ class FusedForward:
         done [n & 1][block]    couriers, +1 a GEMM-1 tile -> schedulers of the block's GEMM-2 tiles (gpu), n1
         HOME [n & 1]           couriers of all ranks, their last row is stored -> combine (sys), R * num_ctas
         CLAIM [n & 1]          schedulers' next tile (relaxed)
-        ABORT                  whoever gives up, to all ranks: n -> every bounded wait (relaxed, sys)
+        BAD_ID [n & 1]         a thread that counts an id out of range: its slot -> the last CTA at LISTED (gpu)
+        ABORT                  whoever gives up, to all ranks: n -> every bounded wait and every launch (sys)
+        ERRORS [src]           with it, from rank src to all ranks: what happened -> errors.report (sys)
         EPOCH                  the last CTA at PLACED: n -> the next launch
 
     A tile waits for tiles with smaller numbers only; since math warps end a tile only once the next one has begun, the
     loader inserts a `pause` when the next tile is late (see loader.pause). A rank's blob is touched for call n only
     after its header n, and a call ends after it has acquired all headers and all contributions: a rank is at most one
-    call ahead of another, so only headers and counters need two copies.
+    call ahead of another, so only headers and counters need two copies. How calls end without results: errors.py.
     """
+
+    direction_code = 0  # in the signature that ranks compare
 
     def __init__(self, problem: Problem, config: TileConfig):
         reason = config.why_not(problem)
@@ -134,7 +138,7 @@ class FusedForward:
             Int64(pool.shape[0] // TILE_M),
         )
         self.shared = self.shared_storage(a_layout, b_layout)
-        sizes = (base, rank, top_k, num_experts, num_ctas, timeout)
+        sizes = (base, rank, top_k, num_experts, max_tokens, num_ctas, timeout)
         self.kernel(maps1, maps2, tensors, sizes, tuple(places), limit, a_layout, b_layout).launch(
             grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
         )
@@ -164,6 +168,7 @@ class FusedForward:
             todo: cute.struct.MemRange[Int32, 4]
             verdict: cute.struct.MemRange[Int32, 1]
             cursor: cute.struct.MemRange[Int32, 1]
+            fate: cute.struct.MemRange[Int32, 4]
             offs: cute.struct.MemRange[Int32, problem.expert_table + 1]
             cuts: cute.struct.MemRange[Int32, CUTS]
             trace_count: cute.struct.MemRange[Int32, 8 if config.trace else 1]
@@ -190,6 +195,7 @@ class FusedForward:
         if k.tid == 0:
             cursor = k.cursor
             cursor[0] = Int32(0)
+            errors.begin(k)
         if k.tid < k.num_ranks:
             y_base, peers = k.y_base, k.peers
             y_base[k.tid] = peers[k.tid] + k.layout.y
@@ -239,7 +245,7 @@ class FusedForward:
         k.pool_base = k.pool.iterator.toint()
         k.codes_base = k.codes.iterator.toint()
         k.p_words = cute.make_tensor(cute.recast_ptr(k.p.iterator, dtype=Int32), k.p.layout)
-        k.base, k.rank, k.top_k, k.num_experts, k.num_ctas, timeout = sizes
+        k.base, k.rank, k.top_k, k.num_experts, k.max_tokens, k.num_ctas, timeout = sizes
         k.layout = ws.Layout(*places)
         k.limit = limit
         k.tid, _, _ = cute.arch.thread_idx()
@@ -255,7 +261,7 @@ class FusedForward:
         # writer: the last CTA at PLACED of the launch before this one; stream order is enough
         k.epoch = flags.load_relaxed(flags.flag(k.base, ws.EPOCH), "gpu") + 1
         k.parity = k.epoch % 2
-        k.watch = flags.Watch(k.peers, k.num_ranks, k.base, k.epoch, timeout)
+        k.watch = flags.Watch(k.peers, k.num_ranks, k.rank, k.base, k.epoch, timeout)
 
     def bind_shared(self, k, shared, a_layout, b_layout):
         """Views of shared memory."""
@@ -272,6 +278,7 @@ class FusedForward:
         k.y_base = shared.y_base.get_tensor(cute.make_layout(MAX_RANKS))
         k.ring = shared.ring.get_tensor(cute.make_layout((4, config.ring)))
         k.todo = shared.todo.get_tensor(cute.make_layout(4))
+        k.fate = shared.fate.get_tensor(cute.make_layout(4))
         k.cursor = shared.cursor.get_tensor(cute.make_layout(1))
         k.verdict = shared.verdict.get_tensor(cute.make_layout(1))
         k.trace_count = shared.trace_count.get_tensor(cute.make_layout(8 if config.trace else 1))

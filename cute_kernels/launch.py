@@ -8,20 +8,25 @@
 Several virtual ranks on one GPU are `LocalWorld(...).workspaces`, and lists of that length.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from cute_kernels import status
 from cute_kernels import workspace as layout_module
 from cute_kernels.compile import compiled
+from cute_kernels.status import CallError
 from cute_kernels.tile_config import MAX_EXPERTS, MAX_RANKS, Problem, TileConfig
 from cute_kernels.weights import KernelWeights, prepare_weights
 
 __all__ = [
     "Buffers",
+    "CallError",
     "ForwardResult",
     "KernelWeights",
     "LocalWorld",
@@ -33,15 +38,6 @@ __all__ = [
 
 FP8 = torch.float8_e4m3fn
 DEFAULT_TIMEOUT_S = 300.0
-ERROR_NAMES = {1: "aborted by another rank", 2: "timeout", 4: "overflow of the pool", 8: "ids out of range"}
-WAITS = (
-    "the counts of all CTAs",
-    "a rank's header",
-    "rows of a block",
-    "GEMM-1 tiles of a block",
-    "rows of y",
-    "the plan",
-)
 
 
 @dataclass
@@ -97,6 +93,10 @@ class Workspace:
     """What one rank keeps from call to call: a blob that all ranks see (flags, send buffer, combine buffer), and in
     inference the pool. All ranks make the same sequence of calls on it.
 
+    A call that fails on the device fills its results with NaN and leaves a record, which the next call on the workspace
+    raises as CallError, or `check`. Calls on several streams run one after the other, unless they are captured: graphs
+    that share a workspace must not be replayed at the same time.
+
     Args:
         hidden: H.
         num_experts: E, of all ranks, at most 512.
@@ -144,7 +144,13 @@ class Workspace:
             hidden, max_tokens, top_k, num_experts, num_ranks, num_ctas, self.capacity_rows // 128
         )
         self.blob = self._allocate(int(self.layout.size))
-        self.blob[: self.layout.order].zero_()
+        on_gpu = self.device.type == "cuda"
+        self._record = torch.zeros(layout_module.LINE, dtype=torch.int32, pin_memory=on_gpu)  # written by errors.report
+        self._words = (ctypes.c_int32 * layout_module.LINE).from_address(self._record.data_ptr())  # read in 0.1 us
+        self._given_up: CallError | None = None
+        self._clear()
+        self._stream: int | None = None
+        self._done = torch.cuda.Event() if on_gpu else None
         self.peers: torch.Tensor | None = None
         self._scratch: dict[int, Buffers] = {}
         if num_ranks == 1:
@@ -187,18 +193,67 @@ class Workspace:
         return self.blob[: lines * layout_module.LINE * 4].view(torch.int32).view(lines, layout_module.LINE)
 
     def error(self) -> str | None:
-        """What the last calls recorded, None if nothing. Synchronises with the device."""
-        flags = self.flags()
-        words, aborted = flags[layout_module.ERROR].tolist(), int(flags[layout_module.ABORT][0])
-        if words[layout_module.R_CODE] == 0:
-            return f"rank {self.rank}, call {aborted}: aborted by another rank" if aborted else None
-        code, epoch, where, index, got, wanted = words[:6]
-        name = ERROR_NAMES.get(code, f"error {code}")
-        return f"rank {self.rank}, call {epoch}: {name} at {WAITS[where]}, index {index}: expected {wanted}, got {got}"
+        """What is wrong with the calls so far, None if nothing. Waits for them."""
+        self._synchronize()
+        return str(found) if (found := self._pending() or self._given_up) else None
+
+    def check(self) -> None:
+        """Raises what went wrong in the calls so far. Waits for them.
+
+        Raises: CallError, for one rank's workspace the same as for any other's.
+        """
+        self._synchronize()
+        self.raise_pending()
+
+    def raise_pending(self) -> None:
+        """Raises what calls that have ended recorded, and again what asks for `reset`. Does not synchronise.
+
+        Raises: CallError.
+        """
+        found = self._pending()
+        if found is not None:
+            self._words[layout_module.R_CODE] = 0
+            if found.needs_reset:
+                self._given_up = found
+            raise found
+        if self._given_up is not None:
+            text = (
+                f"workspace: expected reset() on all ranks after a call that was given up, got a call. {self._given_up}"
+            )
+            raise CallError(text, self._given_up.code)
+
+    def _pending(self) -> CallError | None:
+        if self._words[layout_module.R_CODE] == 0:
+            return None
+        return status.error_of(list(self._words), self.rank, self.top_k, self.num_ranks)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _clear(self) -> None:
+        """Zeroes flags, headers and counters, and tells the kernels where to report."""
+        self.blob[: self.layout.order].zero_()
+        begin = (layout_module.REPORT * layout_module.LINE + layout_module.REPORT_TO) * 4
+        self.blob[begin : begin + 8].view(torch.int64).fill_(self._record.data_ptr())
 
     def reset(self) -> None:
         """After an error: zeroes flags, headers and counters. Of all ranks, while no launch runs."""
-        self.blob[: self.layout.order].zero_()
+        self._synchronize()
+        self._clear()
+        self._record.zero_()
+        self._given_up = None
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """Lets `stream` wait for the last call, if that ran on another one."""
+        if self._stream not in (None, stream.cuda_stream) and self._done is not None:
+            stream.wait_event(self._done)
+
+    def ran_on(self, stream: torch.cuda.Stream) -> None:
+        """A call on `stream` has been launched."""
+        self._stream = stream.cuda_stream
+        if self._done is not None:
+            self._done.record(stream)
 
     def close(self) -> None:
         """Gives the memory back. Nothing may run on it any more, on any rank."""
@@ -218,6 +273,18 @@ class Workspace:
         )
 
 
+def raise_first(workspaces: Sequence[Workspace], look: Callable[[Workspace], None]) -> None:
+    """`look` at all workspaces; what it raised for the first one that had something to raise."""
+    found: CallError | None = None
+    for workspace in workspaces:
+        try:
+            look(workspace)
+        except CallError as error:
+            found = found or error
+    if found is not None:
+        raise found
+
+
 class LocalWorld:
     """R virtual ranks in one process on one GPU: their workspaces and streams. Arguments as of Workspace."""
 
@@ -234,8 +301,18 @@ class LocalWorld:
         self.streams = [torch.cuda.Stream() for _ in range(num_ranks)] if num_ranks > 1 else None
 
     def reset(self) -> None:
+        """After an error: of all ranks, once no launch runs."""
         for workspace in self.workspaces:
             workspace.reset()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def check(self) -> None:
+        """Raises what went wrong in the calls so far, on any rank. Waits for them.
+
+        Raises: CallError.
+        """
+        raise_first(self.workspaces, Workspace.check)
 
     def close(self) -> None:
         for workspace in self.workspaces:
@@ -306,7 +383,8 @@ def fused_forward(
     Args:
         workspaces: one a rank.
         xs: bf16 [T_r, H]; copied if not contiguous.
-        topk_ids: int32 or int64 [T_r, K], -1: no expert. Ids outside [0, E) count as -1.
+        topk_ids: int32 or int64 [T_r, K], -1: no expert. With any other id outside [0, E) the call ends
+            without results on all ranks (CallError, later).
         topk_weights: fp32 [T_r, K].
         weights: of each rank, from `prepare_weights`.
         clamp, pow2_scales: of the recipe.
@@ -319,48 +397,105 @@ def fused_forward(
         traces: with config.trace, zeroed int64 tensors of `trace.num_words(num_ctas)` words.
 
     Returns: one ForwardResult a rank.
+    Raises: ValueError, before anything is launched; CallError, what an earlier call on a workspace recorded. Where
+        other ranks are other processes', they hear of either: their calls end at once.
     Effects: one kernel a rank on the current stream (or `streams`), no host synchronisation; can be captured into a
         CUDA graph (allocate before); bit for bit repeatable.
     """
     first = workspaces[0]
     if config is not None and config.trace and traces is None:
         raise ValueError("traces: expected a buffer a rank where config.trace is set, got None")
-    intermediate = weights[0].w2.shape[2]
-    problem = problem_of(
-        first, intermediate, clamp=clamp, save=save, plan_given=plans is not None, pow2_scales=pow2_scales
-    )
-    launch = kernel(problem, config)
-    calls, results = [], []
-    for r, workspace in enumerate(workspaces):  # everything is allocated before the first launch
-        buffers = workspace.buffers(intermediate, True) if save else workspace.scratch(intermediate)
-        if plans is not None:
-            given = plans[r]
-            buffers = dataclasses.replace(buffers, codes=given.codes, p=given.p, offs=given.offs, counts=given.counts)
-        check_call(workspace, xs[r], topk_ids[r], topk_weights[r], weights[r])
-        x = xs[r].contiguous()
-        out = torch.empty_like(x) if outs is None else outs[r]
-        tensors = kernel_tensors(workspace, buffers, weights[r], x, topk_ids[r], topk_weights[r], out)
-        tensors.append(workspace.peers if traces is None else traces[r])
-        calls.append((*tensors, *kernel_sizes(workspace, timeout_s), float(clamp or 0.0)))
-        results.append(ForwardResult(out, buffers))
-    launch_ranks(launch, calls, streams)
+    with joined(workspaces):
+        intermediate = weights[0].w2.shape[2]
+        problem = problem_of(
+            first, intermediate, clamp=clamp, save=save, plan_given=plans is not None, pow2_scales=pow2_scales
+        )
+        launch = kernel(problem, config)
+        calls, results = [], []
+        for r, workspace in enumerate(workspaces):  # everything is allocated before the first launch
+            check_call(workspace, xs[r], topk_ids[r], topk_weights[r], weights[r])
+            buffers = workspace.buffers(intermediate, True) if save else workspace.scratch(intermediate)
+            if plans is not None:
+                given = plans[r]
+                buffers = dataclasses.replace(
+                    buffers, codes=given.codes, p=given.p, offs=given.offs, counts=given.counts
+                )
+            x = xs[r].contiguous()
+            out = torch.empty_like(x) if outs is None else outs[r]
+            tensors = kernel_tensors(workspace, buffers, weights[r], x, topk_ids[r], topk_weights[r], out)
+            tensors.append(workspace.peers if traces is None else traces[r])
+            calls.append((*tensors, *kernel_sizes(workspace, timeout_s), float(clamp or 0.0)))
+            results.append(ForwardResult(out, buffers))
+    launch_ranks(launch, calls, workspaces, streams)
     return results
 
 
-def launch_ranks(launch: Callable, calls: Sequence[Sequence], streams: Sequence[torch.cuda.Stream] | None) -> None:
-    """Launches each rank's call: one on the current stream, several on streams forked from it and joined with it."""
+@contextlib.contextmanager
+def joined(workspaces: Sequence[Workspace]) -> Iterator[None]:
+    """Around what the host does before a call's launches: raises first what earlier calls recorded. If anything is
+    raised and other processes have the other ranks, these ranks' place in the call is taken by a refusal, so that all
+    ranks end it."""
+    try:
+        raise_first(workspaces, Workspace.raise_pending)
+        yield
+    except Exception as error:
+        is_dead = isinstance(error, CallError) and error.needs_reset
+        if len(workspaces) < workspaces[0].num_ranks and not is_dead:
+            for workspace in workspaces:
+                if workspace.peers is not None:
+                    refuse(workspace)
+        raise
+
+
+def refuse(workspace: Workspace, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Takes part in the next call of all ranks without making it: all ranks end it at once with an error that says so.
+
+    Effects: one small kernel on the current stream, which ends once all ranks have begun the call.
+    """
+    w = workspace
+    calls = [(w.peers, w.blob.data_ptr(), w.rank, w.num_ctas, w.capacity_rows // 128, ticks(timeout_s), status.REFUSED)]
+    launch_ranks(refusal_kernel(), calls, [w], None)
+
+
+def refusal_kernel() -> Callable:
+    """The compiled kernel of `refuse`."""
+
+    def build():
+        from cute_kernels.refusal import Refusal, fake_arguments
+
+        return Refusal(), fake_arguments()
+
+    return compiled("refusal", (), build)
+
+
+def launch_ranks(
+    launch: Callable,
+    calls: Sequence[Sequence],
+    workspaces: Sequence[Workspace],
+    streams: Sequence[torch.cuda.Stream] | None,
+) -> None:
+    """Launches each rank's call: one on the current stream, several on streams forked from it and joined with it. Calls
+    on one workspace run one after the other, whatever streams they come from; what is captured into a graph cannot wait
+    for anything outside."""
+    current = torch.cuda.current_stream()
+    is_eager = not torch.cuda.is_current_stream_capturing()
+    if is_eager:
+        for workspace in workspaces:
+            workspace.follow(current)
     if streams is None or len(calls) == 1:
         for call in calls:
             launch(*call)
-        return
-    current = torch.cuda.current_stream()
-    for stream in streams:
-        stream.wait_stream(current)
-    for call, stream in zip(calls, streams, strict=True):
-        with torch.cuda.stream(stream):
-            launch(*call)
-    for stream in streams:
-        current.wait_stream(stream)
+    else:
+        for stream in streams:
+            stream.wait_stream(current)
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                launch(*call)
+        for stream in streams:
+            current.wait_stream(stream)
+    if is_eager:
+        for workspace in workspaces:
+            workspace.ran_on(current)
 
 
 def check_call(
@@ -414,7 +549,12 @@ def kernel_sizes(workspace: Workspace, timeout_s: float) -> list[int]:
     """The integers of FusedForward.__call__ in its order."""
     w = workspace
     sizes = [w.rank, w.top_k, w.num_experts, w.max_tokens, w.num_ctas]
-    return [w.blob.data_ptr(), *sizes, int(timeout_s * 1e9) // 1024]
+    return [w.blob.data_ptr(), *sizes, ticks(timeout_s)]
+
+
+def ticks(seconds: float) -> int:
+    """Seconds in the kernels' unit of 1024 ns."""
+    return int(seconds * 1e9) // 1024
 
 
 def why_not(

@@ -263,12 +263,9 @@ def courier(k):
         slot, lap = advance(slot, lap, k.config.ring)
         if kind == schedule.END:
             going = Int32(0)
+    # a CTA that gave up its tiles has seen or raised the abort word; without its sign no rank's HOME is complete
     aborted = flags.is_aborted(k.watch)
-    if k.lane < k.num_ranks:
+    if (k.lane < k.num_ranks) & (aborted == 0):
         peers = k.peers
-        if aborted == 1:
-            # a CTA that gave up its tiles passes the word on before it adds to HOME: who raised it writes to one rank
-            # after the other, and may not have come to rank k.lane yet
-            flags.store_relaxed(flags.flag(peers[k.lane], ws.ABORT), k.epoch, "sys")
         # for the rows of y stored by all math warps; reader: the combine of rank k.lane
         flags.add_release(flags.flag(peers[k.lane], ws.HOME + k.parity), 1, "sys")

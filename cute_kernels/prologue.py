@@ -4,8 +4,8 @@
     count ids                       -> counts[cta, expert]; COUNTED (grid)        x -> xq, xs
     rows of CTAs before, totals     -> where each id of this CTA goes in the rank's sorted slot list
     sort                            -> slots[position] = (token * K + k, weight)
-    LISTED (grid); its last CTA tells all ranks in the header
-    wait for the lists of all ranks
+    LISTED (grid); its last CTA tells all ranks in the header, with status and signature
+    wait for the lists of all ranks; compare signatures, end here if some rank's status says so
     segments of this rank's experts -> offs (shared memory); the schedule's cuts; code and weight of each row, and the
                                        list of the rows that this CTA will pull
     all: PLACED (grid); its last CTA sends the header to all ranks; wait for the headers of all ranks
@@ -16,7 +16,7 @@ The scratch memory is the (still unused) pipeline.
 
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute, range_constexpr
 
-from cute_kernels import flags, memory, numerics, trace
+from cute_kernels import errors, flags, memory, numerics, trace
 from cute_kernels import workspace as ws
 from cute_kernels.schedule import CUTS, cut, find_expert, group_size, integer, scaled_group, smaller
 from cute_kernels.tile_config import BLOCK, THREADS, WARPS
@@ -60,6 +60,10 @@ def run(k):
     since = trace.begin(k)
     announce(k, ws.PLACED, ws.H_EPOCH, THREADS)
     ok = await_headers(k, ws.H_EPOCH, THREADS)
+    if const_expr(k.problem.plan_given):
+        errors.compare_headers(k)
+        cute.arch.sync_threads()
+        ok = errors.judge_headers(k, ok)
     stamp(k, trace.WAIT_HEADERS, since)
     _, _, starts = owner_tables(k)
     rows = Int32(starts[k.num_local]) * ok
@@ -86,7 +90,7 @@ def sort(k):
         total = memory.smem_tensor(k.scratch + k.num_experts * ((SORT_WARPS + 1) * 4), Int32, (k.num_experts,))
         count(k, histogram)
         since = stamp(k, trace.COUNT, since)
-        ok = sum_counts(k, below, total)
+        ok = sum_counts(k, below, total) * (1 - Int32(k.fate[1]))
         since = stamp(k, trace.WAIT_COUNTS, since)
         if ok == 1:
             place(k, histogram, below, total)
@@ -127,7 +131,7 @@ def clear_counters(k):
         flags.store_relaxed(k.base + k.layout.done + Int64(other * k.max_blocks + i) * 4, 0, "gpu")
         i += k.num_ctas * THREADS
     if (k.cta == 0) & (k.tid == 0):
-        for word in (ws.CLAIM, ws.COUNTED, ws.LISTED, ws.PLACED, ws.HOME):
+        for word in (ws.CLAIM, ws.COUNTED, ws.LISTED, ws.PLACED, ws.HOME, ws.BAD_ID):
             flags.store_relaxed(flags.flag(k.base, word + other), 0, "gpu")
 
 
@@ -201,11 +205,14 @@ def expert_of(k, i: Int32):
 
 
 def slot_expert(k, i: Int32, inside):
-    """As expert_of, without a branch, where there is at least one slot; -1 also if not `inside`."""
+    """As expert_of, without a branch, where there is at least one slot, and whether its id is out of range; (-1, no) if
+    not `inside`."""
     at = smaller(i, k.num_slots - 1) * k.id_words
     e, upper = Int32(k.ids[at]), Int32(k.ids[at + k.id_words - 1])
     valid = inside & (i < k.num_slots) & (e >= 0) & (e < k.num_experts) & ((k.id_words == 1) | (upper == 0))
-    return (e + 1) * integer(valid) - 1
+    # -1 is the only other id that is right, in one word or two
+    wrong = inside & (i < k.num_slots) & (integer(valid) == 0) & ((e & upper) != -1)
+    return (e + 1) * integer(valid) - 1, wrong
 
 
 @cute.jit
@@ -218,7 +225,13 @@ def walk(k, histogram, write):
     while group < end:
         # the loads of a batch are under way together
         slots = [(group + b) * 32 + k.lane for b in range(WALK_BATCH)]
-        experts = [slot_expert(k, slots[b], group + b < end) for b in range(WALK_BATCH)]
+        found = [slot_expert(k, slots[b], group + b < end) for b in range(WALK_BATCH)]
+        experts = [e for e, _ in found]
+        if const_expr(not write):
+            for b in range_constexpr(WALK_BATCH):
+                if found[b][1]:
+                    # reader: errors.describe_rank of the rank's last CTA, behind COUNTED and LISTED
+                    flags.store_relaxed(flags.flag(k.base, ws.BAD_ID + k.parity), slots[b] + 1, "gpu")
         weights = [Float32(0.0) for _ in range(WALK_BATCH)]
         if const_expr(write):
             weights = [Float32(k.weights[smaller(i, k.num_slots - 1)]) for i in slots]
@@ -335,19 +348,15 @@ def place(k, histogram, below, total):
     scan(k, total, k.num_experts)
     sync(SORT_THREADS)
     if k.cta == 0:
-        ints = ws.header_ints(k.num_experts)
         peers = k.peers
         r = Int32(0)
         while r < k.num_ranks:
-            header = peers[r] + k.layout.header + Int64((k.rank * 2 + k.parity) * ints) * 4
+            header = errors.header_at(k, peers[r], k.rank)
             e = k.tid
             while e <= k.num_experts:
                 # writer of the header's body; readers acquire the header's epoch (PLACED orders it before, at sys)
                 cute.arch.store(flags.int_at(header + Int64(ws.H_FIRST + e) * 4), Int32(total[e]))
                 e += SORT_THREADS
-            if k.tid == 0:
-                cute.arch.store(flags.int_at(header + ws.H_STATUS * 4), Int32(0))
-                cute.arch.store(flags.int_at(header + ws.H_TOKENS * 4), k.num_tokens)
             r += 1
     i = k.tid
     while i < k.num_experts * SORT_WARPS:
@@ -361,8 +370,9 @@ def place(k, histogram, below, total):
 @cute.jit
 def announce(k, counter, word, threads):
     """`counter` (LISTED or PLACED): this CTA's part is written, that is, slots and CTA 0's header bodies, or also its
-    tokens; the rank's last CTA then writes the call's number into `word` of its header on all ranks. Released at sys by
-    every CTA, because the header announces it to other ranks. By the CTA's first `threads` threads."""
+    tokens; the rank's last CTA then writes the call's number into `word` of its header on all ranks, the first time
+    with status and signature. Released at sys by every CTA, because the header announces it to other ranks. By the
+    CTA's first `threads` threads."""
     verdict = k.verdict
     # peers read xq with bulk copies (async proxy), this CTA wrote it with ordinary stores
     cute.arch.fence_proxy("async.global")
@@ -375,10 +385,14 @@ def announce(k, counter, word, threads):
             if k.tid == 0:
                 # all CTAs of this launch have read the number of the call: it may advance
                 flags.store_relaxed(flags.flag(k.base, ws.EPOCH), k.epoch, "gpu")
-        if k.tid < k.num_ranks:
+        if (k.tid < k.num_ranks) & (Int32(k.fate[1]) == 0):
             peers = k.peers
-            ints = ws.header_ints(k.num_experts)
-            header = peers[k.tid] + k.layout.header + Int64((k.rank * 2 + k.parity) * ints) * 4
+            header = errors.header_at(k, peers[k.tid], k.rank)
+            if const_expr(word == ws.H_LISTED or k.problem.plan_given):
+                errors.describe_rank(k, header)
+            if const_expr(word == ws.H_EPOCH and k.problem.plan_given):
+                # a rank whose call has lists looks here for the signature
+                flags.store_release(header + ws.H_LISTED * 4, k.epoch, "sys")
             # writer: the last CTA of this rank; reader: await_headers of every CTA of rank k.tid
             flags.store_release(header + word * 4, k.epoch, "sys")
     sync(threads)
@@ -396,11 +410,11 @@ def await_headers(k, word, threads):
         ok = Int32(1)
         r = Int32(0)
         while r < k.num_ranks:
-            header = k.base + k.layout.header + Int64((r * 2 + k.parity) * ws.header_ints(k.num_experts)) * 4
+            header = errors.header_at(k, k.base, r)
             if ok == 1:
                 ok = flags.wait_for(k.watch, header + word * 4, k.epoch, "sys", flags.IN_HEADER, r)
             r += 1
-        verdict[0] = ok
+        verdict[0] = ok * (1 - Int32(k.fate[1]))
     sync(threads)
     return Int32(verdict[0])
 
@@ -444,14 +458,15 @@ def make_segments(k, ok: Int32):
     offs, offs_g, counts_g = k.offs, k.offs_g, k.counts_g
     first, need, starts = owner_tables(k)
     experts = k.num_experts + 1
-    ints = ws.header_ints(k.num_experts)
+    errors.compare_headers(k)
     i = k.tid
     while i < experts * k.num_ranks:
         r = i // experts
-        header = k.base + k.layout.header + Int64((r * 2 + k.parity) * ints) * 4
+        header = errors.header_at(k, k.base, r)
         first[i - r * experts, r] = flags.load_cg(header + Int64(ws.H_FIRST + i - r * experts) * 4)
         i += SORT_THREADS
     sync(SORT_THREADS)
+    ok = errors.judge_headers(k, ok)
     e = k.tid
     while e < k.num_experts:
         rows = Int32(0)
@@ -464,7 +479,7 @@ def make_segments(k, ok: Int32):
         if (local >= 0) & (local < k.num_local):
             starts[local] = rows * ok
             if k.cta == 0:
-                counts_g[local] = rows
+                counts_g[local] = rows * ok
         e += SORT_THREADS
     sync(SORT_THREADS)
     scan(k, need, k.num_experts)
@@ -474,10 +489,10 @@ def make_segments(k, ok: Int32):
         r = Int32(0)
         while r < k.num_ranks:
             rows = need[(r + 1) * k.num_local] - need[r * k.num_local]
-            if rows > k.max_blocks * 128:
+            if (rows > k.max_blocks * 128) & (ok == 1):
                 ok = Int32(0)
-                if (k.cta == 0) & (k.tid == 0):
-                    flags.record(k.watch, flags.OVERFLOW, flags.IN_PLAN, r, rows, k.max_blocks * 128)
+                if k.tid == 0:
+                    errors.end_call(k, flags.OVERFLOW, flags.IN_PLAN, r, rows, k.max_blocks * 128)
             r += 1
     e = k.tid
     while e <= k.problem.expert_table:

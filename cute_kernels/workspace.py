@@ -7,25 +7,35 @@ here.
 
 from typing import Any, NamedTuple
 
+from cute_kernels.tile_config import MAX_EXPERTS, MAX_RANKS
+
 ALIGN = 256
 LINE = 32  # ints from one flag to the next: flags of different writers do not share a 128-byte line
 
 # int32 words at the front of a blob, LINE ints apart
-EPOCH, ABORT, ERROR = 0, 1, 2
-CLAIM, COUNTED, PLACED, HOME, LISTED = 3, 5, 7, 9, 11  # each in two sets, used by calls alternately
-NUM_FLAGS = 13
+EPOCH, ABORT, REPORT = 0, 1, 2
+CLAIM, COUNTED, PLACED, HOME, LISTED, BAD_ID = 3, 5, 7, 9, 11, 13  # each in two sets, used by calls alternately
+ERRORS = 15  # one line for each rank: the record of its last failed call
+NUM_FLAGS = ERRORS + MAX_RANKS
 
-# words of a header, one for every source and parity of the call
-H_EPOCH, H_STATUS, H_TOKENS, H_SIGNATURE, H_LISTED, H_FIRST = 0, 1, 2, 3, 4, 8
+# words of the line REPORT: which call has been reported, and (8 bytes) where the host reads reports
+REPORTED, REPORT_TO = 0, 2
 
-# words of the error record
-R_CODE, R_EPOCH, R_WHERE, R_INDEX, R_GOT, R_WANTED = range(6)
+# words of a header, one for every source and parity of the call. Where they lie depends on R only, so that ranks whose
+# arguments differ understand each other's signature
+H_EPOCH, H_LISTED, H_STATUS, H_TOKENS, H_SIGNATURE, H_DETAIL, H_FIRST = 0, 1, 2, 3, 4, 9, 16
+SIGNATURE_WORDS = H_DETAIL - H_SIGNATURE
+DETAIL_WORDS = 3  # with status "ids out of range": a slot, the lower and the upper word of its id
+HEADER_INTS = (H_FIRST + MAX_EXPERTS + 1 + LINE - 1) // LINE * LINE  # then each expert's first place, and their number
+
+# words of an error record, in a blob's line (R_EPOCH is written last) and as the host reads it (R_CODE is written last)
+R_EPOCH, R_CODE, R_WHERE, R_INDEX, R_GOT, R_WANTED, R_CLAIM, R_ORIGIN, R_MORE = range(9)
 
 
 class Layout(NamedTuple):
     """Byte offsets of the regions of a blob, and its size.
 
-    header: [R, 2, header_ints] int32, written by the sources.
+    header: [R, 2, HEADER_INTS] int32, written by the sources.
     arrive, done: [2, blocks] int32 counters of blocks of 128 rows.
     counts: [num_ctas, count_pitch] int32, ids of each expert that each CTA counted.
     order: [128 * max_blocks] of (row, code), 8 bytes: this rank's real rows in pool order.
@@ -50,11 +60,6 @@ def _up(value: Any, to: int = ALIGN) -> Any:
     return (value + (to - 1)) // to * to
 
 
-def header_ints(num_experts: Any) -> Any:
-    """int32 words of one header: fixed words, then each expert's first place in the sorted slots, and their number."""
-    return _up(num_experts + (H_FIRST + 1), LINE)
-
-
 def count_pitch(num_experts: Any) -> Any:
     """int32 words from one CTA's counts to the next one's: whole 16-byte granules."""
     return _up(num_experts, 4)
@@ -74,7 +79,7 @@ def layout(
     """
     blocks = hidden // 128
     header = _up(NUM_FLAGS * LINE * 4)
-    arrive = _up(header + num_ranks * 2 * header_ints(num_experts) * 4)
+    arrive = _up(header + num_ranks * 2 * (HEADER_INTS * 4))
     done = _up(arrive + 2 * max_blocks * 4)
     counts = _up(done + 2 * max_blocks * 4)
     order = _up(counts + num_ctas * count_pitch(num_experts) * 4)

@@ -83,6 +83,15 @@ def test_flags_of_other_ranks_have_sys_scope():
         assert len(peer_scopes(ptx.replace(right, wrong))) >= 1
 
 
+def test_tracing_leaves_nothing_behind_when_off():
+    """Only stamps read the number of the SM."""
+    problem = Problem(128, 128)
+    traced = FusedForward(problem, TileConfig(trace=True))
+    ptx = compile_module.inspect(lambda: (traced, fake_arguments(problem, for_launch=False))).ptx
+    assert "%smid" in ptx
+    assert "%smid" not in binary(TUNED["odd"]).ptx
+
+
 def test_unknown_sizes_are_not_in_the_key():
     """T, E, K, R, routing and capacity are no part of what is compiled: the fake arguments name none."""
     problem = Problem(256, 128)
@@ -105,7 +114,7 @@ def test_layout_regions_lie_behind_each_other(shape):
     blocks = 17
     found = ws.layout(384, tokens, top_k, experts, ranks, ctas, blocks)
     sizes = {
-        "header": ranks * 2 * ws.header_ints(experts) * 4,
+        "header": ranks * 2 * ws.HEADER_INTS * 4,
         "arrive": 2 * blocks * 4,
         "done": 2 * blocks * 4,
         "counts": ctas * experts * 4,
@@ -121,7 +130,7 @@ def test_layout_regions_lie_behind_each_other(shape):
         assert begin >= at and begin % ws.ALIGN == 0
         at = begin + size
     assert found.size >= at
-    assert ws.header_ints(experts) >= ws.H_FIRST + experts + 1
+    assert ws.HEADER_INTS >= ws.H_FIRST + experts + 1
 
 
 def test_layout_passes_two_gigabytes():

@@ -1,15 +1,18 @@
-"""Non-coherent loads in the fused kernels' PTX: only of memory that the launch does not write."""
+"""The fused kernels' PTX: flags between ranks have sys scope, non-coherent loads read only what the launch does not
+write. Ranks on one GPU cannot show either."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels import backward, flags, forward
 from cute_kernels import compile as compile_module
-from cute_kernels import forward
+from cute_kernels.backward_problem import BackwardProblem
 from cute_kernels.tile_config import Problem, TileConfig
 
 PEER = -1  # an address that was itself loaded: from the table of peers
@@ -59,21 +62,81 @@ def wrong_loads(ptx: str) -> list[str]:
     return [line for line, where in reads if not where or PEER in where or where & written]
 
 
-@pytest.fixture(scope="module")
-def ptx() -> str:
-    problem = Problem(384, 384, save=True)
-    kernel = forward.FusedForward(problem, TileConfig())
-    return compile_module.inspect(lambda: (kernel, forward.fake_arguments(problem, for_launch=False))).ptx
+# scope of each wait: "sys" where ranks wait for each other
+SCOPES = {
+    flags.IN_COUNT: "gpu",
+    flags.IN_HEADER: "sys",
+    flags.IN_ARRIVE: "gpu",
+    flags.IN_DONE: "gpu",
+    flags.IN_HOME: "sys",
+}
+KERNELS = {
+    "forward": (forward, forward.FusedForward, Problem(384, 384, save=True)),
+    "backward": (backward, backward.FusedBackward, BackwardProblem(384, 384)),
+}
 
 
-def test_only_inputs_are_loaded_past_coherence(ptx):
-    assert ".nc" in ptx, "x is read so"
-    assert wrong_loads(ptx) == []
+@dataclasses.dataclass
+class Made:
+    """PTX of a kernel, and (where, scope) of the waits in its source."""
+
+    ptx: str
+    waits: set[tuple[int, str]]
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def made(request) -> Made:
+    module, kernel, problem = KERNELS[request.param]
+    build = kernel(problem, TileConfig()), module.fake_arguments(problem, for_launch=False)
+    waits, wait_for = set(), flags.wait_for
+
+    def noted(watch, address, target, scope, where, index):
+        waits.add((where, scope))
+        return wait_for(watch, address, target, scope, where, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flags, "wait_for", noted)
+        return Made(compile_module.inspect(lambda: build).ptx, waits)
+
+
+def test_only_inputs_are_loaded_past_coherence(made):
+    assert ".nc" in made.ptx, "x is read so"
+    assert wrong_loads(made.ptx) == []
+
+
+@pytest.mark.parametrize("right", ["ld.global.cg.b32", "ld.acquire.sys.global.b32", "ld.acquire.gpu.global.b32"])
+def test_planted_non_coherent_load_is_found(made, right):
+    assert right in made.ptx
+    assert wrong_loads(made.ptx.replace(right, "ld.global.nc.b32", 1))
+
+
+def wrong_scopes(ptx: str) -> list[str]:
+    """Flag operations on peers' addresses below sys."""
+    found, _, _ = origins(ptx)
+    wrong = []
+    for line in ptx.splitlines():
+        op = re.match(r"\s*(?:@!?%p\d+ )?((?:ld|st|red|atom)\.\S+)\s+(.*);", line)
+        if op and re.search(r"relaxed|acquire|release|acq_rel", op.group(1)) and ".sys" not in op.group(1):
+            address = re.search(r"\[(%rd\d+)", op.group(2))
+            if address and PEER in found.get(address.group(1), set()):
+                wrong.append(line.strip())
+    return wrong
+
+
+def test_flags_of_other_ranks_have_sys_scope(made):
+    assert wrong_scopes(made.ptx) == []
+    wanted = {(where, scope) for where, scope in SCOPES.items() if where in {w for w, _ in made.waits}}
+    assert made.waits == wanted and (flags.IN_HOME, "sys") in wanted and (flags.IN_HEADER, "sys") in wanted
 
 
 @pytest.mark.parametrize(
-    "right", ["ld.global.cg.b32", "ld.acquire.sys.global.b32", "ld.acquire.gpu.global.b32", "ld.global.cg.v4.s32"]
+    ("right", "fault"),
+    [
+        ("red.release.sys", "red.release.gpu"),  # HOME
+        ("st.release.sys", "st.release.gpu"),  # headers, abort words
+        ("st.relaxed.sys", "st.relaxed.gpu"),  # what a header says
+    ],
 )
-def test_planted_fault_is_found(ptx, right):
-    assert right in ptx
-    assert wrong_loads(ptx.replace(right, "ld.global.nc.b32", 1))
+def test_planted_scope_is_found(made, right, fault):
+    assert right in made.ptx
+    assert wrong_scopes(made.ptx.replace(right, fault))

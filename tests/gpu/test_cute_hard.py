@@ -1,5 +1,5 @@
-"""The fused forward under load: many calls in a row, two workspaces, two host threads, graphs replayed, odd grids, late
-and missing ranks. Every wait on the device is bounded by the kernel's watchdog, so that nothing here can hang."""
+"""The fused kernels under load: many calls in a row, two streams, two workspaces, two host threads, late and missing
+ranks. Every wait on the device is bounded by the kernel's watchdog, so that nothing here can hang."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels import launch
+from cute_kernels import backward_launch, launch
 from megamoe import MegaMoE, MoEConfig
+from tests.gpu.test_cute_backward import Backward
 from tests.gpu.test_cute_forward import Case, World, bits
 from tests.gpu.test_cute_forward_faults import launch_some
 from tests.support.poison import nan_like
@@ -50,6 +51,11 @@ def assert_equal_bits(outs: list[torch.Tensor], want: list[torch.Tensor], where:
         assert torch.equal(a.view(torch.int16), b), f"{where}, rank {rank}"
 
 
+def pinned_bytes() -> int:
+    """Pinned host memory that tensors hold."""
+    return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+
+
 def assert_no_errors(world: World) -> None:
     errors = [e for w in world.world.workspaces if (e := w.error())]
     assert not errors, errors
@@ -79,6 +85,86 @@ def test_back_to_back_calls_with_delays(ranks, count):
         assert_no_errors(world)
         for n, (i, out) in enumerate(zip(order, outs, strict=True)):
             assert_equal_bits(out, want[i], f"call {n}")
+
+
+@pytest.mark.parametrize("tokens", [(160,), (150, 187)])
+def test_calls_from_two_streams_on_one_workspace(tokens):
+    """They run one after the other, in the order in which the host made them."""
+    world, alone = World(Case("streams", tokens=tokens, save=False)), World(Case("streams", tokens=tokens, save=False))
+    streams, rng = [torch.cuda.Stream() for _ in range(2)], random.Random(1)
+    with world.world, alone.world:
+        calls = drawn_calls(world, 8, seed=2)
+        want = [bits(alone.run(c)) for c in calls]
+        outs = [[nan_like(x) for x in calls[n % 8][0]] for n in range(200)]
+        torch.cuda.synchronize()
+        for n, out in enumerate(outs):
+            with torch.cuda.stream(streams[rng.randrange(2)]):
+                if rng.random() < 0.3:
+                    torch.cuda._sleep(rng.randrange(DELAY_CYCLES))
+                start(world, calls[n % 8], out)
+        torch.cuda.synchronize()
+        assert_no_errors(world)
+        for n, out in enumerate(outs):
+            assert_equal_bits(out, want[n % 8], f"call {n}")
+
+
+@pytest.mark.parametrize("rounds", [150, pytest.param(3000, marks=pytest.mark.slow)])
+def test_tiny_calls_of_four_ranks_forward_and_backward_in_turn(rounds):
+    """T of 0 to 4, ranks held up at random; each backward belongs to one of the last two forwards."""
+    world, rng = World(Case("tiny", tokens=(4, 4, 4, 4), experts=16)), random.Random(7)
+    with world.world:
+        b = Backward(world)
+        calls = drawn_calls(world, 8, seed=1)
+        douts = [[torch.randn_like(x) for x in call[0]] for call in calls]
+        want = []
+        for call, dout in zip(calls, douts, strict=True):
+            results = world.run(call)
+            grads = b.run(call[1], [r.buffers for r in results], dout)
+            want.append([bits(results), [g.dx.view(torch.int16) for g in grads], [g.dp for g in grads]])
+        before: tuple = ()
+        wrong = torch.zeros((), dtype=torch.long, device="cuda")
+        for _ in range(rounds):
+            i = rng.randrange(8)
+            with torch.cuda.stream(rng.choice(world.world.streams)):
+                torch.cuda._sleep(rng.randrange(DELAY_CYCLES // 4))
+            outs = [nan_like(x) for x in calls[i][0]]
+            results = launch.fused_forward(
+                world.world.workspaces, *calls[i], world.weights, save=True, timeout_s=TIMEOUT_S,
+                streams=world.world.streams, outs=outs,
+            )  # fmt: skip
+            here = (i, [r.buffers for r in results])
+            j, saved = before if before and rng.random() < 0.5 else here
+            before = here
+            grads = backward_launch.fused_backward(
+                world.world.workspaces, douts[j], calls[j][1], saved, b.weights, timeout_s=TIMEOUT_S,
+                streams=world.world.streams,
+            )  # fmt: skip
+            got = [(o.view(torch.int16), w) for o, w in zip(outs, want[i][0], strict=True)]
+            got += [(g.dx.view(torch.int16), w) for g, w in zip(grads, want[j][1], strict=True)]
+            got += [(g.dp, w) for g, w in zip(grads, want[j][2], strict=True)]
+            for a, w in got:
+                wrong += (a != w).any() if w.numel() else 0
+        torch.cuda.synchronize()
+        assert_no_errors(world)
+        assert int(wrong) == 0
+
+
+def test_very_different_numbers_of_tokens():
+    """T = 17, 0, 4096, 1 on four ranks, in another order every step."""
+    world, alone = (World(Case("skewed", tokens=(4096,) * 4, experts=16, save=False)) for _ in range(2))
+    with world.world, alone.world:
+        xs, ids, ps = world.inputs(1)
+        sizes, rng = [17, 0, 4096, 1], random.Random(3)
+        orders = [rng.sample(sizes, 4) for _ in range(6)]
+        calls = [tuple([t[:n] for t, n in zip(part, order, strict=True)] for part in (xs, ids, ps)) for order in orders]
+        want = [bits(alone.run(c)) for c in calls]
+        outs = [[nan_like(x) for x in calls[n % 6][0]] for n in range(60)]
+        for n, out in enumerate(outs):
+            start(world, calls[n % 6], out)
+        torch.cuda.synchronize()
+        assert_no_errors(world)
+        for n, out in enumerate(outs):
+            assert_equal_bits(out, want[n % 6], f"call {n}")
 
 
 def test_two_workspaces_interleaved_on_one_stream():
@@ -157,121 +243,18 @@ def test_calls_and_workspaces_leave_no_memory_behind():
             start(world, calls[n % 5], [nan_like(x) for x in calls[n % 5][0]])
             if n % 20 == 19:
                 torch.cuda.synchronize()
-                used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert used[-1][0] <= used[1][0] and used[-1][1] <= used[1][1], used
+                used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), pinned_bytes()))
+    assert all(last <= early for last, early in zip(used[-1], used[1], strict=True)), used
     torch.cuda.synchronize()
     gc.collect()
-    before = torch.cuda.memory_allocated()
+    before, pinned = torch.cuda.memory_allocated(), pinned_bytes()
     for n in range(20):
         with launch.LocalWorld(2, hidden=256, num_experts=8, top_k=4, max_tokens=150 + n) as world.world:
             start(world, calls[0], [nan_like(x) for x in calls[0][0]])
             torch.cuda.synchronize()
     gc.collect()
     assert torch.cuda.memory_allocated() <= before + 4096, "close() gives everything back, and streams hold nothing"
-
-
-def test_one_graph_replayed_300_times():
-    """Captured with one routing, replayed with others: each replay equals the eager call."""
-    case = Case("graph", save=False)
-    world, alone = World(case), World(case)
-    with world.world, alone.world:
-        whole = [world.inputs(i) for i in range(12)]
-        for i, (xs, ids, _) in enumerate(whole):
-            if i % 4 == 1:
-                ids[0].fill_(i % 8)
-            if i % 4 == 2:
-                ids[0][torch.rand(ids[0].shape, device="cuda") < 0.5] = -1
-            if i % 4 == 3:  # tokens that stand for nobody hold NaN
-                ids[0][100:], xs[0][100:] = -1, float("nan")
-        want = [bits(alone.run(call)) for call in whole]
-        x, ids, p = (part[0].clone() for part in whole[0])
-        world.run(([x], [ids], [p]))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = launch.fused_forward(world.world.workspaces, [x], [ids], [p], world.weights, timeout_s=TIMEOUT_S)[0]
-        different = torch.zeros((), dtype=torch.long, device="cuda")
-        for n in range(300):
-            for t, part in zip((x, ids, p), whole[n % 12], strict=True):
-                t.copy_(part[0])
-            out.out.fill_(float("nan"))
-            graph.replay()
-            different += (out.out.view(torch.int16) != want[n % 12][0]).any()
-        assert int(different) == 0
-        assert_no_errors(world)
-
-
-def test_error_of_a_replay_is_seen_and_the_graph_goes_on():
-    world = World(Case("graph overflow", tokens=(300,), capacity=256, save=False))
-    with world.world:
-        (x,), (many,), (p,) = world.inputs(1)
-        few = torch.where((torch.arange(300, device="cuda")[:, None] < 5) & (many < 2), many, -1).to(many.dtype)
-        ids = few.clone()
-        want = bits(world.run(([x], [ids], [p])))[0]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = launch.fused_forward(world.world.workspaces, [x], [ids], [p], world.weights, timeout_s=TIMEOUT_S)[0]
-        ids.copy_(many)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert out.out.isnan().all() and "overflow of the pool" in (world.world.workspaces[0].error() or "")
-        world.world.reset()
-        ids.copy_(few)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out.out.view(torch.int16), want) and world.world.workspaces[0].error() is None
-
-
-@pytest.mark.parametrize("num_ctas", [78, 33, 8, 1])
-def test_number_of_ctas_changes_no_bit(num_ctas):
-    world = World(Case("grid", experts=12, save=False))
-    with world.world:
-        calls = drawn_calls(world, 4, seed=9)
-        want = [bits(world.run(c)) for c in calls]
-    world.world = launch.LocalWorld(1, hidden=256, num_experts=12, top_k=4, max_tokens=160, num_ctas=num_ctas)
-    with world.world:
-        for n, call in enumerate(calls):
-            assert_equal_bits([r.out for r in world.run(call)], want[n], f"call {n}")
-
-
-def test_reserved_sms_are_left_alone():
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    with launch.LocalWorld(1, hidden=256, num_experts=8, top_k=4, max_tokens=8, reserve_sms=20) as world:
-        assert world.workspaces[0].num_ctas == sms - 20
-
-
-def test_grid_that_cannot_be_resident_ends_with_an_error():
-    world, sms = World(Case("too many", save=False)), torch.cuda.get_device_properties(0).multi_processor_count
-    world.world = launch.LocalWorld(1, hidden=256, num_experts=8, top_k=4, max_tokens=160, num_ctas=sms + 8)
-    with world.world:
-        call = world.inputs(1)
-        out = nan_like(call[0][0]).fill_(1.0)
-        launch.fused_forward(world.world.workspaces, *call, world.weights, timeout_s=0.3, outs=[out])
-        torch.cuda.synchronize()
-        assert "timeout at the counts of all CTAs" in (world.world.workspaces[0].error() or "")
-        assert out.isnan().all()
-    world = World(Case("after", save=False))
-    with world.world:  # the context is as good as before
-        world.run(call)
-
-
-def test_calls_beside_a_busy_stream():
-    """Other kernels hold SMs whenever a call begins."""
-    world, side, stop = World(Case("busy", save=False)), torch.cuda.Stream(), 100
-    a = torch.randn(2048, 2048, device="cuda").bfloat16()
-    with world.world:
-        calls = drawn_calls(world, 4, seed=4)
-        want = [bits(world.run(c)) for c in calls]
-        outs = [[nan_like(calls[n % 4][0][0])] for n in range(stop)]
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            for _ in range(200):
-                a @ a
-        for n, out in enumerate(outs):
-            start(world, calls[n % 4], out)
-        torch.cuda.synchronize()
-        assert_no_errors(world)
-        for n, out in enumerate(outs):
-            assert_equal_bits(out, want[n % 4], f"call {n}")
+    assert pinned_bytes() <= pinned + 4096, "records go with their workspaces"
 
 
 # ---------------------------------------------------------------- ranks that are late, missing or refuse
