@@ -1,9 +1,11 @@
 """What mega_moe accepts: dtypes, strides, empty calls; and what it refuses, with the words it uses."""
 
+import functools
+
 import pytest
 import torch
 
-from megamoe import LocalWorld, MoEContext, Recipe, mega_moe
+from megamoe import LocalWorld, MoEContext, Recipe, backends, mega_moe
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.context import context_of
 from megamoe.errors import BackendUnavailable, CapacityError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError
@@ -251,6 +253,25 @@ def test_views_equal_their_contiguous_copies(problem, kind, precision):
     assert_bitwise(out, want.outs[0], "out")
     assert_bitwise(x.grad.contiguous(), want.dx[0], "dx")
     assert_bitwise(p.grad.contiguous(), want.dp[0], "dp")
+
+
+def test_backends_get_rows_that_kernels_can_copy_in_bulk(problem, monkeypatch):
+    """One element behind an alignment: contiguous, and refused by a kernel that copies 16 bytes at once."""
+    backend = backends.BACKENDS["torch"]
+    seen = []
+
+    def check(real, *args):
+        for values in [v for v in args if isinstance(v, list) and v and isinstance(v[0], torch.Tensor)]:
+            assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in values)
+            seen.append(len(values))
+        return real(*args)
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(backend, name, functools.partial(check, getattr(backend, name)))
+    late = [strided("offset", t) for t in (problem.xs[0], problem.topk_ids[0], problem.topk_weights[0])]
+    out = apply(problem, late[0].requires_grad_(), *late[1:], context=MoEContext(backend="torch", save="repull"))
+    out.backward(strided("offset", problem.douts[0]))
+    assert len(seen) == 4  # x, ids, weights; dout
 
 
 def test_strided_weights(problem, want):
