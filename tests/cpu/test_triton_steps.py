@@ -397,6 +397,23 @@ def test_fp8_wgrad_configurations_give_the_same_bits(config, device):
     assert_same_values(triton_kernels.wgrad(*operands, plan, config=config), want.cpu(), str(config))
 
 
+def test_fp8_wgrad_in_a_pool_of_any_length(device):
+    """A pool that ends inside a block of 128 rows, and one that ends before its plan does."""
+    recipe = Recipe(wgrad_operands="fp8")
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([130, 0, 5]))[:, None].to(device)
+    pool, partner = random_pool(421, 128, recipe), torch.randn(421, 64).bfloat16()
+    results = []
+    for rows in (384, 421, 256):
+        plan = triton_kernels.make_plan([ids], 3, num_rows=rows, checked=False).ranks[0]
+        there = QuantizedRows(pool.data[:rows].to(device), pool.scale[:, :rows].contiguous().to(device), True)
+        operands = triton_kernels.wgrad_operands(partner[:rows].to(device), there, plan, recipe)
+        results.append(triton_kernels.wgrad(*operands, plan).cpu())
+    assert bool(results[0][2].any())
+    assert_bitwise(results[1], results[0], "421 rows")
+    assert_bitwise(results[2][:2], results[0][:2], "experts that are there")
+    assert not bool(results[2][2].any()), "an expert behind the pool"
+
+
 def test_fp8_wgrad_without_rows(device):
     recipe = Recipe(wgrad_operands="fp8")
     plan = ragged_plan([0, 0], device)
