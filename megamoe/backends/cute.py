@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +21,14 @@ from megamoe.backends.cute_shared import SOURCE_SHIFT, Shared, check_tokens
 from megamoe.backends.stepwise import StepwiseBackend
 from megamoe.comm.transport import GroupTransport, Transport
 from megamoe.deferred import WeightJob
+from megamoe.errors import MegaMoEValueError, expected
 from megamoe.overlap import OverlapConfig
-from megamoe.quantize import QuantizedRows
+from megamoe.quantize import QuantizedRows, QuantizedWeight
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan, check_id_values
 from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, RowOrder, Saved
+
+TIMEOUT_VARIABLE = "MEGAMOE_TIMEOUT_S"
 
 KEPT_WORKSPACES = 4
 """Workspaces of different sizes kept for later calls; the one unused for longest goes first."""
@@ -83,6 +88,21 @@ class CuteBackend(StepwiseBackend):
         from megamoe.backends.cute_exchange import ExchangeBackend
 
         return ExchangeBackend()
+
+    def quantize_experts(
+        self, w13: torch.Tensor, w2: torch.Tensor, recipe: Recipe, transposed: bool
+    ) -> ExpertWeights | None:
+        from cute_kernels import weight_launch
+
+        if not (w13.is_cuda and {w13.dtype, w2.dtype} <= set(weight_launch.SOURCES)):
+            return None
+        pow2 = recipe.scale_format == "pow2"
+        fused, fused_t = weight_launch.quantize_experts(w13, w2, pow2=pow2, transposed=transposed)
+        plain = [  # of these only the shapes are read
+            QuantizedWeight(w.new_empty((1, 1, 1), dtype=torch.float8_e4m3fn).expand(w.shape), None, row_groups)
+            for w, row_groups in ((w13, 2), (w2, 1))
+        ]
+        return ExpertWeights(*plain, fused=fused, fused_t=fused_t)
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         from cute_kernels.backward_launch import prepare_backward_weights
@@ -322,11 +342,26 @@ def _local_world(
 
 
 def tiling(overlap: OverlapConfig) -> dict[str, Any]:
-    """The arguments of a fused call that say how it is tiled, where that is not the default."""
+    """The arguments of a fused call for its tiling and its longest wait, where these are not the defaults."""
     from cute_kernels.tile_config import TileConfig
 
     chosen: dict[str, Any] = overlap.tiling
-    return {"config": TileConfig(**chosen)} if chosen else {}
+    found: dict[str, Any] = {"config": TileConfig(**chosen)} if chosen else {}
+    return found | watchdog()
+
+
+def watchdog() -> dict[str, float]:
+    """The longest wait of a fused call for another rank, where the environment says it (`MEGAMOE_TIMEOUT_S`)."""
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    if not text:
+        return {}
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise MegaMoEValueError(expected(TIMEOUT_VARIABLE, "a positive number of seconds", repr(text)))
+    return {"timeout_s": seconds}
 
 
 def _is_exchange(problem: Problem) -> bool:

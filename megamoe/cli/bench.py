@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megamoe.backends import BACKENDS, Problem
+from megamoe.cli import group_run
 from megamoe.cli.bench_problem import (
     BF16_WGRAD,
     BenchProblem,
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=10, help="launches of each variant, interleaved")
     parser.add_argument("--eager", action="store_true", help="launch every kernel instead of replaying a CUDA graph")
     parser.add_argument("--sustained", type=float, default=0.3, help="seconds of back-to-back launches")
+    parser.add_argument("--tokens-per-rank", help="under torchrun: T of every rank, several by comma")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the records")
     parser.add_argument("--name", default="layer", help="file of the records: <out>/<gpu>/<name>.json; see also stages")
@@ -352,6 +354,10 @@ def cases_of(args: argparse.Namespace) -> Iterator[tuple[str, ProblemSpec, argpa
 
 def bench_main(args: argparse.Namespace) -> int:
     """Run `megamoe bench`."""
+    if group_run.launched():
+        from megamoe.cli.bench_group import bench_group
+
+        return bench_group(args)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     folder = args.out / gpu_name(device)
     files: dict[str, list[Record]] = {args.name: [], "stages": []}

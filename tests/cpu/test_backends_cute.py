@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megamoe import MegaMoE, MoEConfig, Recipe, mega_moe
-from megamoe.backends.cute import KEPT_WORKSPACES
+from megamoe.backends.cute import KEPT_WORKSPACES, tiling
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.errors import CapacityError, MegaMoERuntimeError, MegaMoETimeout, MegaMoEValueError
+from megamoe.overlap import OverlapConfig
 from tests.support.compare import assert_bitwise
 from tests.support.fake_cute import World, install
 from tests.support.moe_calls import context_for, run
@@ -157,6 +158,23 @@ def test_errors_of_a_call_are_raised_with_debug(record, error, match):
     World.made[-1].workspaces[0].error = lambda: record
     with pytest.raises(error, match=match):
         run(problem, context)
+
+
+def test_the_environment_bounds_the_waits(monkeypatch):
+    assert tiling(OverlapConfig()) == {}
+    monkeypatch.setenv("MEGAMOE_TIMEOUT_S", "2.5")
+    assert tiling(OverlapConfig()) == {"timeout_s": 2.5}
+    for wrong in ("0", "soon", "inf", "nan"):
+        monkeypatch.setenv("MEGAMOE_TIMEOUT_S", wrong)
+        with pytest.raises(MegaMoEValueError, match=f"MEGAMOE_TIMEOUT_S: expected a positive .*, got '{wrong}'"):
+            tiling(OverlapConfig())
+
+
+def test_overlap_settings_reach_the_kernels():
+    layer = MegaMoE(CONFIG, backend="cute", overlap=OverlapConfig(reserve_sms=12))
+    layer(tokens())
+    assert [world.sizes.get("reserve_sms") for world in World.made] == [12, 12], "routed and shared"
+    assert tiling(OverlapConfig(lag=3, pull_batch=2))["config"].group_blocks == 3
 
 
 def test_ids_are_checked_with_debug():

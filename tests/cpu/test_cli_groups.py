@@ -1,5 +1,7 @@
 """`megamoe verify` and `bench` under torchrun: the bits of one rank, faults found, the same status on all ranks."""
 
+import argparse
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 pytest.importorskip("cutlass")
 
-from megamoe.cli import group_run
+from megamoe.cli import bench_group, group_run
 from megamoe.cli.group_run import Member, verify_over
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.errors import MegaMoEValueError
@@ -96,3 +98,33 @@ def test_launched_by_torchrun_or_not(monkeypatch):
     for name in names:
         monkeypatch.setenv(name, "1")
     assert group_run.launched()
+
+
+def test_bench_under_torchrun(tmp_path):
+    options = ["--shapes", "4,128,128,2", "--tokens-per-rank", "24,8", "--rounds", "2", "--backends", "torch"]
+    done = torchrun("bench", *options, "--device", "cpu", "--out", str(tmp_path), "--name", "group")
+    assert done.returncode == 0, done.stderr
+    records = json.loads((tmp_path / "cpu-x2" / "group.json").read_text())
+    assert [(r["bench"], r["T_per_rank"], r["ranks"]) for r in records] == [
+        ("forward", 24, 2), ("fwd_bwd", 24, 2), ("forward", 8, 2), ("fwd_bwd", 8, 2),
+    ]  # fmt: skip
+    assert all(r["us"] > 0 and r["us_min"] <= r["us"] <= r["us_max"] for r in records)
+
+
+def benched(rank):
+    by_emulation()
+    arguments = argparse.Namespace(precision="fp8", bench="forward,fwd_bwd", rounds=2)
+    spec = ProblemSpec((24, 24), 128, 128, 4, 2)
+    variants = ["cute_symmetric", "cute_nccl"]
+    return bench_group.bench_case("tiny", spec, variants, arguments, Member(dist.group.WORLD, CPU))
+
+
+def test_bench_shows_the_parts_beside_the_whole():
+    records, others = run_ranks(benched, 2)
+    assert records == others, "all ranks know the times of the slowest"
+    found = {(r["bench"], r["backend"]): r for r in records}
+    whole, math, exchange = (found["forward", name] for name in ("cute_symmetric", "math", "exchange"))
+    assert whole["us_math_plus_exchange"] == pytest.approx(math["us"] + exchange["us"])
+    assert whole["bytes_back_per_rank"] == 2 * whole["bytes_out_per_rank"] > 0
+    assert found["forward", "cute_nccl"]["least_sqnr_db"] is None, "the bits of the first variant"
+    assert exchange["tflops_per_rank"] is None and found["fwd_bwd", "cute_nccl"]["tflops_per_rank"] > 0

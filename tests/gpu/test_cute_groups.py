@@ -143,8 +143,10 @@ def test_forward_in_a_graph(nccl):
 
 def test_group_and_layer_built_twenty_times(nccl):
     """Create group and layer, run, release, destroy: memory is back after each round."""
-    free = []
+    lost = []
     for cycle in range(20):
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
         group = dist.new_group([0], backend="nccl", device_id=torch.device("cuda", 0))
         context = MoEContext(world=group, backend="cute", transport="symmetric")
         run(problem_of(50 + 40 * cycle), context)
@@ -156,5 +158,6 @@ def test_group_and_layer_built_twenty_times(nccl):
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        free.append(torch.cuda.mem_get_info()[0])
-    assert min(free[2:]) >= free[1] - 64 * 2**20, [f >> 20 for f in free]
+        lost.append(before - torch.cuda.mem_get_info()[0])
+    # of the later cycles most must lose nothing: other processes may take and give memory meanwhile
+    assert sorted(lost[2:])[9] <= 2**20, [n >> 20 for n in lost]

@@ -51,7 +51,7 @@ class World:
             SimpleNamespace(capacity_rows=rows, max_tokens=max_tokens, top_k=top_k, scratch=None, error=lambda: None)
             for _ in range(num_ranks)
         ]
-        self.streams = [None] * num_ranks
+        self.streams, self.sizes = [None] * num_ranks, sizes
         World.made.append(self)
 
     def reset(self) -> None:

@@ -1,0 +1,317 @@
+"""`megamoe bench` under torchrun: one process a GPU, the fused layer beside all-to-alls, and the parts it overlaps.
+
+    torchrun --nproc-per-node=2 -m megamoe bench --shapes V3 --tokens 4096 --bench forward,fwd_bwd
+
+T is that of each rank. Times are of the slowest rank. Beside the backends stand "math", the fused kernel alone on what
+arrives, and "exchange", the all-to-alls alone (rows there as FP8 and scales, back as bf16): what is faster than their
+sum is overlap won.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megamoe.backends import Backend
+from megamoe.backends.cute_exchange import Choices, ExchangeBackend, Here
+from megamoe.cli.group_run import Member, backend_of, membership
+from megamoe.cli.problem import SHAPES, ProblemSpec, Shape
+from megamoe.cli.records import Record, environment, gpu_name, write_records
+from megamoe.comm import GroupTransport
+from megamoe.comm.transport import exchange_of
+from megamoe.errors import MegaMoEValueError, expected
+from megamoe.gates import GATES, sqnr_db
+from megamoe.overlap import OverlapConfig
+from megamoe.recipe import Recipe
+from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, Saved
+
+GROUP_SHAPES = SHAPES | {"V3": Shape(256, 7168, 2048, 8, 8192)}
+"""Shapes with all experts of the model, which the ranks share: V3 is DeepSeek-V3."""
+
+VARIANTS = ("cute_symmetric", "cute_nccl", "triton")
+PASSES = ("forward", "fwd_bwd")
+SUSTAINED_CALLS = 20
+
+
+@dataclasses.dataclass
+class Share:
+    """One rank's part of a problem: its tokens, and its experts in bf16. Drawn on its device.
+
+    `ids` are uniform over all experts of the model, K different ones a token.
+    """
+
+    member: Member
+    spec: ProblemSpec
+
+    def __post_init__(self) -> None:
+        spec, device = self.spec, self.member.device
+        tokens, each = spec.num_tokens[self.member.rank], spec.num_experts // spec.num_ranks
+        g = torch.Generator(device).manual_seed(1000 + self.member.rank)
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return torch.randn(*shape, device=device, generator=g, dtype=torch.bfloat16).mul_(scale)
+
+        self.x, self.dout = normal(tokens, spec.hidden), normal(tokens, spec.hidden)
+        scores = torch.rand(tokens, spec.num_experts, device=device, generator=g)
+        self.ids = scores.topk(spec.top_k, dim=1).indices if tokens else scores[:, : spec.top_k].long()
+        self.p = torch.rand(tokens, spec.top_k, device=device, generator=g) / spec.top_k
+        self.w13 = normal(each, 2 * spec.intermediate, spec.hidden, scale=spec.hidden**-0.5)
+        self.w2 = normal(each, spec.hidden, spec.intermediate, scale=spec.intermediate**-0.5)
+        self.grads = torch.empty_like(self.w13), torch.empty_like(self.w2)
+
+    def experts(self, backend: Backend, recipe: Recipe) -> ExpertWeights:
+        a, a_t = backend.copy_weight(self.w13, 2, recipe, True)
+        b, b_t = backend.copy_weight(self.w2, 1, recipe, True)
+        return backend.prepare(ExpertWeights(a, b, a_t, b_t))
+
+
+class GroupRun:
+    """The layer of one variant on this rank's share. `experts`: the weights of each backend, made once."""
+
+    def __init__(self, variant: str, share: Share, recipe: Recipe, experts: dict[str, ExpertWeights]) -> None:
+        name, _, way = variant.partition("_")
+        transport: Any = way or None
+        self.backend = backend_of(name, share.spec, recipe, share.member, transport)
+        self.transport = GroupTransport(share.member.group, self.backend.steps)
+        if name not in experts:
+            experts[name] = share.experts(self.backend, recipe)
+        self.experts, self.share, self.recipe = experts[name], share, recipe
+        self.needs = Needs(w13=[share.grads[0]], w2=[share.grads[1]])
+
+    def _forward(self, save: bool) -> tuple[list[torch.Tensor], Saved | None]:
+        s, options = self.share, ForwardOptions("pool" if save else "none")
+        return self.backend.forward(self.transport, [s.x], [s.ids], [s.p], [self.experts], self.recipe, options)
+
+    def forward(self) -> torch.Tensor:
+        return self._forward(False)[0][0]
+
+    def fwd_bwd(self) -> Grads:
+        saved = self._forward(True)[1]
+        assert saved is not None
+        return self.backend.backward(self.transport, [self.share.dout], saved, [self.experts], self.needs)
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """What is checked before anything is timed."""
+        out, grads = self.forward(), self.fwd_bwd()
+        assert grads.dx is not None and grads.dp is not None
+        dw13, dw2 = (g.clone() for g in self.share.grads)
+        return {"out": out, "dx": grads.dx[0], "dp": grads.dp[0], "dW13": dw13, "dW2": dw2}
+
+
+class Parts:
+    """The two parts of a forward, apart: what arrives is kept, so that either runs without the other."""
+
+    def __init__(self, run: GroupRun) -> None:
+        assert isinstance(run.backend, ExchangeBackend)
+        s, self._run, self._backend = run.share, run, run.backend
+        self.plan = run.transport.plan([s.ids], s.spec.num_experts)
+        self._arrived = run.transport.send_tokens(s.x, self.plan)
+        self._p = run.transport.send_slots(s.p, self.plan)[:, None].contiguous()
+        self._here = Here(exchange_of(self.plan))
+        self._choices = Choices(run.recipe, OverlapConfig())
+        self._rows = run.backend.steps.quantize_rows(s.x, run.recipe)
+        self._y = torch.empty_like(self._arrived)
+
+    def math(self) -> torch.Tensor:
+        """The fused kernel on what has arrived, as one rank."""
+        return self._backend._forward(
+            self._here, self._arrived, self._p, self._run.experts, self._choices, saves=False
+        )[0]
+
+    def exchange(self) -> torch.Tensor:
+        """Rows there and back; nothing is permuted or added."""
+        transport, plan = self._run.transport, self.plan
+        transport.send_tokens(self._rows.data, plan)
+        assert self._rows.scale is not None
+        transport.send_tokens(self._rows.scale, plan)
+        return transport.wire.start_back(self._y, exchange_of(plan).counts)()
+
+    def remote_rows(self) -> tuple[int, int]:
+        """(rows that this rank sends to others, rows that it gets from them)."""
+        (counts,), me = exchange_of(self.plan).counts, self._run.share.member.rank
+        return sum(counts[me]) - counts[me][me], sum(row[me] for row in counts) - counts[me][me]
+
+
+def bench_case(
+    name: str, spec: ProblemSpec, variants: Sequence[str], args: argparse.Namespace, member: Member
+) -> list[Record]:
+    """All records of one shape, on every rank alike. A collective.
+
+    Raises:
+        AssertionError: on all ranks, where variants differ beyond the gate on any rank: a wrong result has no time.
+    """
+    share, recipe = Share(member, spec), Recipe(args.precision)
+    experts: dict[str, ExpertWeights] = {}
+    runs = {variant: GroupRun(variant, share, recipe, experts) for variant in variants}
+    agreement = compare({variant: run.results() for variant, run in runs.items()}, member)
+    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    for variant, run in runs.items():
+        calls |= {(bench, variant): getattr(run, bench) for bench in PASSES if bench in args.bench.split(",")}
+    parts = Parts(runs["cute_nccl"]) if "cute_nccl" in runs else None
+    sent = (0, 0)
+    if parts is not None:
+        calls |= {("forward", "math"): parts.math, ("forward", "exchange"): parts.exchange}
+        sent = parts.remote_rows()
+    for call in calls.values():  # compiled and allocated before anything is timed
+        call()
+    times = time_over(calls, member, rounds=args.rounds)
+    rows = [sum(of_all) for of_all in zip(*member.gather(sent), strict=True)]
+    width = spec.hidden * (1 if args.precision == "fp8" else 2)
+    flops = 6 * spec.hidden * spec.intermediate * sum(spec.num_tokens) * spec.top_k
+    common = {
+        "shape": name, "T_per_rank": spec.num_tokens[0], "ranks": spec.num_ranks, "precision": args.precision,
+        "bytes_out_per_rank": rows[0] // spec.num_ranks * width,
+        "bytes_back_per_rank": rows[1] // spec.num_ranks * 2 * spec.hidden,
+    }  # fmt: skip
+    records: list[Record] = []
+    for (bench, variant), figures in times.items():
+        passes = 3 if bench == "fwd_bwd" else 1
+        record = {"bench": bench, **common, "backend": variant, **figures}
+        record["tflops_per_rank"] = None
+        if variant != "exchange":
+            record["tflops_per_rank"] = flops * passes / spec.num_ranks / figures["us"] / 1e6
+        records.append(record | {"least_sqnr_db": agreement.get(variant)})
+    add_overlap(records)
+    return [r | environment(str(r["backend"]).split("_")[0], member.device) for r in records]
+
+
+def compare(found: dict[str, dict[str, torch.Tensor]], member: Member) -> dict[str, float | None]:
+    """The least SQNR of any tensor of any rank against the first variant; None: all bits are equal. A collective."""
+    first, *others = found
+    gate, least = GATES["fp8"].backends_db, {}
+    for variant in others:
+        levels = {name: sqnr_db(found[variant][name], want) for name, want in found[first].items()}
+        everyone = member.gather(levels)
+        low = min(level for theirs in everyone for level in theirs.values())
+        assert low >= gate, f"{variant} against {first}: {everyone}"
+        least[variant] = None if math.isinf(low) else low
+    return least
+
+
+def time_over(
+    calls: dict[tuple[str, str], Callable[[], object]], member: Member, rounds: int
+) -> dict[tuple[str, str], Record]:
+    """Times of calls that all ranks make together, of the slowest rank: single ones, then back to back. A collective.
+
+    Each round makes every call once, in another order every round, the same on all ranks; a barrier stands before each.
+    """
+    samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    for number in range(rounds):
+        order = list(calls)
+        random.Random(number).shuffle(order)
+        for key in order:
+            samples[key].append(_timed(calls[key], 1, member))
+    sustained = {key: _timed(call, SUSTAINED_CALLS, member) for key, call in calls.items()}
+    everyone = member.gather((samples, sustained))
+    figures: dict[tuple[str, str], Record] = {}
+    for key in calls:
+        slowest = [max(of_round) for of_round in zip(*(theirs[0][key] for theirs in everyone), strict=True)]
+        figures[key] = {
+            "us": statistics.median(slowest),
+            "us_min": min(slowest),
+            "us_max": max(slowest),
+            "us_sustained": max(theirs[1][key] for theirs in everyone),
+        }
+    return figures
+
+
+def _timed(call: Callable[[], object], count: int, member: Member) -> float:
+    if member.device.type != "cuda":
+        import time
+
+        dist.barrier(member.group)
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - begin) * 1e6 / count
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.barrier(member.group, device_ids=[member.device.index or 0])
+    torch.cuda.synchronize()
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) * 1e3 / count
+
+
+def add_overlap(records: list[Record]) -> None:
+    """What compares the calls of one shape: with Triton over all-to-alls, and with the parts, one after the other."""
+    us = {(r["bench"], r["backend"]): r["us"] for r in records}
+    math_us, exchange_us = us.get(("forward", "math")), us.get(("forward", "exchange"))
+    for r in records:
+        triton = us.get((r["bench"], "triton"))
+        r["ratio_to_triton"] = triton / r["us"] if triton else None
+        r["us_math_plus_exchange"] = r["exchange_hidden"] = None
+        if (r["bench"], r["backend"]) == ("forward", "cute_symmetric") and math_us and exchange_us:
+            r["us_math_plus_exchange"] = math_us + exchange_us
+            r["exchange_hidden"] = (math_us + exchange_us - r["us"]) / exchange_us
+
+
+def specs_of(args: argparse.Namespace, num_ranks: int) -> list[tuple[str, ProblemSpec]]:
+    """The shapes that the options name, with as many tokens on every rank."""
+    from megamoe.cli.bench import shape_names
+    from megamoe.cli.verify import integers
+
+    found: list[tuple[str, ProblemSpec]] = []
+    for name in shape_names(args.shapes):
+        if name in GROUP_SHAPES:
+            shape = GROUP_SHAPES[name]
+        else:
+            try:
+                experts, hidden, inter, top_k = (int(part) for part in name.split(","))
+                shape = Shape(experts, hidden, inter, top_k, 1024 * num_ranks)
+            except ValueError:
+                raise MegaMoEValueError(
+                    expected("--shapes", f"{', '.join(GROUP_SHAPES)} or E,H,I,K", repr(name))
+                ) from None
+        each = (args.tokens or shape.num_tokens) // num_ranks
+        for tokens in integers("--tokens-per-rank", args.tokens_per_rank) if args.tokens_per_rank else (each,):
+            sizes = (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
+            found.append((name, ProblemSpec((tokens,) * num_ranks, *sizes)))
+    return found
+
+
+def show(records: Sequence[Record]) -> None:
+    """A line for each."""
+    for r in records:
+        hidden = r["exchange_hidden"]
+        more = "" if hidden is None else f"  {hidden:.0%} of the exchange hidden"
+        times = f"{r['us']:10.1f} us  sustained {r['us_sustained']:10.1f}"
+        print(f"{r['bench']:8} {r['shape']} T={r['T_per_rank']:<6} {r['backend']:15} {times}{more}", flush=True)
+
+
+def bench_group(args: argparse.Namespace) -> int:
+    """`megamoe bench` of one process among several; rank 0 prints and writes the records."""
+    status = 0
+    with membership(args.device) as member:
+        asked = args.backends.split(",")
+        variants = [v for v in VARIANTS if v in asked or v.split("_")[0] in asked]
+        variants += [v for v in asked if v == "torch"]
+        if not variants:
+            raise MegaMoEValueError(expected("--backends", f"of {', '.join(VARIANTS)}, torch", repr(args.backends)))
+        records: list[Record] = []
+        for name, spec in specs_of(args, member.num_ranks):
+            try:
+                found = bench_case(name, spec, variants, args, member)
+            except AssertionError as error:  # on all ranks alike
+                status = 1
+                if member.rank == 0:
+                    print(f"{name} T={spec.num_tokens[0]} has no record: {error}", flush=True)
+                continue
+            records += found
+            if member.rank == 0:
+                show(found)
+        if member.rank == 0:
+            path = args.out / f"{gpu_name(member.device)}-x{member.num_ranks}" / f"{args.name}.json"
+            write_records(path, records)
+            print(f"{len(records)} records in {path}", flush=True)
+    return status if records else 1
