@@ -164,7 +164,7 @@ def refuse_managed(experts: HasWeights) -> None:
         reason = "a call that is compiled"
     elif getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
         reason = "parameters of DistributedDataParallel"
-    elif any(type(p).__name__ in ("DTensor", "FlatParameter") for p in (experts.w13, experts.w2)):
+    elif getattr(experts, "_is_fsdp_managed_module", False):  # while it runs, its parameters are whole and plain
         reason = "parameters that FSDP shards"
     if reason is not None:
         raise MegaMoERuntimeError(

@@ -10,7 +10,7 @@ import torch
 
 from megamoe import LocalWorld, MegaMoE, MoEConfig, OverlapConfig, Recipe
 from megamoe.deferred import DeferredWgrad
-from megamoe.errors import MegaMoERuntimeError, MegaMoEValueError
+from megamoe.errors import MegaMoEValueError
 from megamoe.gates import sqnr_db
 from tests.support.compare import assert_bitwise
 
@@ -157,23 +157,6 @@ def test_refused_in_compiled_calls():
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="'stream' or 'delayed' with a call that is compiled"):
         compiled(tokens(1).requires_grad_())
-
-
-def test_refused_under_ddp(monkeypatch):
-    layer = layer_of("delayed")
-    monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", layer)
-    with pytest.raises(MegaMoERuntimeError, match="with parameters of DistributedDataParallel"):
-        layer(tokens(1).requires_grad_())
-
-
-def test_refused_where_fsdp_shards(monkeypatch):
-    class DTensor(torch.nn.Parameter):
-        pass
-
-    layer = layer_of("delayed")
-    layer.experts.w13 = DTensor(layer.experts.w13.data)
-    with pytest.raises(MegaMoERuntimeError, match="with parameters that FSDP shards"):
-        layer(tokens(1).requires_grad_())
 
 
 def test_inline_has_no_queue():
