@@ -105,6 +105,28 @@ def test_graph_of_forward_and_backward_replayed_with_other_values(tokens):
         assert_no_errors(world)
 
 
+@pytest.mark.parametrize("tokens", [(150,), (150, 187)])
+def test_no_call_waits_for_the_gpu(tokens):
+    """Forward and backward, where torch makes every synchronisation an error."""
+    world = World(Case("no sync", tokens=tokens))
+    with world.world:
+        b = Backward(world)
+        inputs, douts = world.inputs(1), b.douts(1)
+        want = bits(world.run(inputs))
+        b.run(inputs[1], [r.buffers for r in world.run(inputs)], douts)
+        options = {"timeout_s": TIMEOUT_S, "streams": world.world.streams}
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            results = launch.fused_forward(world.world.workspaces, *inputs, world.weights, save=True, **options)
+            saved = [r.buffers for r in results]
+            backward_launch.fused_backward(world.world.workspaces, douts, inputs[1], saved, b.weights, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        world.world.check()
+        assert all(torch.equal(r.out.view(torch.int16), w) for r, w in zip(results, want, strict=True))
+
+
 @pytest.mark.parametrize("tokens", [(300,), (150, 187)])
 def test_error_of_a_replay_is_raised_by_check_and_the_graph_goes_on(tokens):
     """A pool too small, ids out of range: neither needs a reset."""

@@ -147,6 +147,12 @@ def test_pool_too_small_on_one_rank():
             world.world.workspaces, xs, many, ps, world.weights, save=True, streams=world.world.streams
         )
         assert text in same_error(world, status.OVERFLOW)
+        kept = [w.scratch(128) for w in world.world.workspaces]
+        for b in kept:
+            b.pool.view(torch.uint8).fill_(0xFF), b.h.view(torch.uint8).fill_(0xFF)
+        launch.fused_forward(world.world.workspaces, xs, many, ps, world.weights, streams=world.world.streams)
+        assert text in same_error(world, status.OVERFLOW)
+        assert all(bool((t.view(torch.uint8) == 0xFF).all()) for b in kept for t in (b.pool, b.h)), "no row moved"
         assert_next_call_is_right(world, (xs, few, ps), want)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -28,6 +30,28 @@ def test_number_of_ctas_changes_no_bit(num_ctas):
     with world.world:
         for n, call in enumerate(calls):
             assert_equal_bits([r.out for r in world.run(call)], want[n], f"call {n}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gpu_that_reports_fewer_sms_than_it_has(monkeypatch, ranks):
+    """As under MPS, or on an H20."""
+    case = Case("78", tokens=(150, 187)[:ranks], save=False)
+    full = World(case)
+    with full.world:
+        call = full.inputs(1)
+        want = bits(full.run(call))
+    real = torch.cuda.get_device_properties
+
+    def reported(*arguments):
+        return types.SimpleNamespace(
+            multi_processor_count=78, **{"name": real(*arguments).name, "major": 9, "minor": 0}
+        )
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", reported)
+    few = World(case)
+    with few.world:
+        assert [w.num_ctas for w in few.world.workspaces] == [78 // ranks] * ranks
+        assert_equal_bits([r.out for r in few.run(call)], want, "78 SMs")
 
 
 def test_reserved_sms_are_left_alone():
