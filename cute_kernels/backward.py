@@ -1,6 +1,6 @@
 """The fused dgrad: pull of dout, GEMM A, dSwiGLU, GEMM B and the sums over k of one rank in one persistent kernel."""
 
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from cute_kernels import backward_epilogue
 from cute_kernels.backward_problem import BackwardProblem
@@ -91,6 +91,10 @@ class FusedBackward(FusedForward):
 
     def tile_done(self, k, counter, row):
         backward_epilogue.count_tile(k, counter, row)
+
+    def before_home(self, k, sent):
+        if const_expr(self.problem.delay_us > 0):
+            backward_epilogue.hold_back(k, sent)
 
     def collect(self, k):
         backward_epilogue.collect(k)

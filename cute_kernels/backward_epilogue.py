@@ -29,17 +29,9 @@ def backward(k, t, wave, kind, slot, stage):
             # the epilogue wants the registers of the wave in flight, the next tile's first: that is multiplied again
             warpgroup.wait_group(0)
             dswiglu(k, t, row, n, slot)
-            issue_again(t, stage)
+            mainloop.issue_again(t, stage)
     elif kind == schedule.GEMM2:  # "else": accumulators of a GEMM-A tile are not kept for it
         store_y(k, t, wave, n, slot)
-
-
-@cute.jit
-def issue_again(t, stage):
-    """The wave that was in flight when this tile ended. Clearing tells the compiler that nobody reads what it was."""
-    tmp = t.tmp
-    tmp.fill(0.0)
-    mainloop.issue(t, 0, stage)
 
 
 # ---------------------------------------------------------------- behind GEMM A
@@ -202,7 +194,6 @@ def quantize(k, t, row, n, block, half, which, values):
     for i in range_constexpr(len(QUARTERS)):
         q = numerics.to_e4m3(values[8 * i : 8 * i + 8], inv)
         memory.store_vector(at + 32 * i, q)
-    return Float32(cute.recast_tensor(q, Float32)[1])
 
 
 # ---------------------------------------------------------------- dp
@@ -242,6 +233,20 @@ def send_dp(k, row):
             # reader: collect of that rank, behind this CTA's last word at HOME (sys)
             cute.arch.store(memory.float_at(home), total)
         r += 32
+
+
+def deadline(k) -> Int32:
+    """For tests, as if rows of dX were long on their way: when they may be announced (even; units of `flags.now`)."""
+    return cute.arch.shuffle_sync((flags.now() + (k.problem.delay_us * 1000 // 1024 + 2)) & Int32(-2), 0)
+
+
+@cute.jit
+def hold_back(k, until: Int32):
+    """Waits until then; 0: for the whole delay, from now on."""
+    if until == 0:
+        until = deadline(k)
+    while flags.now() - until < 0:
+        flags.nanosleep(1000)
 
 
 @cute.jit

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from cute_kernels.backward_problem import BackwardProblem
-from cute_kernels.compile import compiled
+from cute_kernels.compile import compiled, source_hash
 from cute_kernels.launch import DEFAULT_TIMEOUT_S, FP8, Workspace, joined, kernel_sizes, launch_ranks
 from cute_kernels.tile_config import BLOCK, TileConfig
 from cute_kernels.weights import ROWS, permute_rows, tile_scales
@@ -78,6 +78,15 @@ class SavedRows(Protocol):
     gate_up: torch.Tensor
 
 
+class Stealable(Protocol):
+    """What a rank's dgrad may take of its weight gradients: `backward_offer.Offer`."""
+
+    dw13: torch.Tensor
+    most_rows: int
+
+    def kernel_tensors(self) -> list[torch.Tensor]: ...
+
+
 @dataclass
 class BackwardResult:
     """What one rank's dgrad leaves. P rows in the forward's order.
@@ -109,6 +118,8 @@ class BackwardResult:
 def kernel(problem: BackwardProblem, config: TileConfig | None = None):
     """The compiled kernel of one rank, cached in the process and on disk."""
     config = config or TileConfig()
+    if problem.stolen is not None:
+        return _stealing_kernel(problem, config)
 
     def build():
         from cute_kernels.backward import FusedBackward, fake_arguments
@@ -116,6 +127,16 @@ def kernel(problem: BackwardProblem, config: TileConfig | None = None):
         return FusedBackward(problem, config), fake_arguments(problem)
 
     return compiled("backward", (problem, config), build)
+
+
+def _stealing_kernel(problem: BackwardProblem, config: TileConfig):
+    def build():
+        from cute_kernels.backward_steal import StealingBackward, fake_arguments
+
+        return StealingBackward(problem, config), fake_arguments(problem)
+
+    # its code has parts of wgrad's
+    return compiled("backward_steal", (problem, config, source_hash("wgrad")), build)
 
 
 def fused_backward(
@@ -132,6 +153,8 @@ def fused_backward(
     streams: Sequence[torch.cuda.Stream] | None = None,
     results: Sequence[BackwardResult] | None = None,
     traces: Sequence[torch.Tensor] | None = None,
+    steals: Sequence[Stealable] | None = None,
+    delay_us: int = 0,
 ) -> list[BackwardResult]:
     """dgrad of one rank, or of R virtual ranks in one process (lists of length R).
 
@@ -144,6 +167,9 @@ def fused_backward(
         weights: from `prepare_backward_weights`.
         clamp, pow2_scales, config, timeout_s, streams, traces: as in `launch.fused_forward`.
         results: where to put the results; None: new tensors.
+        steals: of each rank, from `backward_offer.offer`: tasks of dW13 that the math warps take while dx is in flight,
+            where there are several ranks. Then `backward_offer.drain` does what is left.
+        delay_us: for tests: rows of dX are announced so much later.
 
     Returns: one BackwardResult a rank.
     Raises: ValueError, where the rows saved do not fit the workspace; CallError, as launch.fused_forward.
@@ -160,7 +186,13 @@ def fused_backward(
                 )
         intermediate = weights[0].w13_t.shape[2] // 2
         problem = BackwardProblem(
-            first.hidden, intermediate, clamp is not None, pow2_scales=pow2_scales, many_experts=first.num_local > 128
+            first.hidden,
+            intermediate,
+            clamp is not None,
+            pow2_scales=pow2_scales,
+            many_experts=first.num_local > 128,
+            stolen=None if steals is None else str(steals[0].dw13.dtype).split(".")[1],
+            delay_us=delay_us,
         )
         launch = kernel(problem, config)
         calls, made = [], []
@@ -170,7 +202,11 @@ def fused_backward(
             made.append(result)
             trace = workspace.peers if traces is None else traces[r]
             tensors = kernel_tensors(workspace, dout, topk_ids[r], saved[r], weights[r], result)
-            calls.append((*tensors, trace, *kernel_sizes(workspace, timeout_s), float(clamp or 0.0)))
+            sizes = kernel_sizes(workspace, timeout_s)
+            if steals is not None:
+                tensors += steals[r].kernel_tensors()
+                sizes.append(steals[r].most_rows)
+            calls.append((*tensors, trace, *sizes, float(clamp or 0.0)))
     launch_ranks(launch, calls, workspaces, streams)
     return made
 

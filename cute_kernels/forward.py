@@ -112,8 +112,9 @@ class FusedForward:
         sizes = (base, rank, top_k, num_experts, max_tokens, num_ctas, timeout)
         self.start((pool, w13, h, w2), tensors, sizes, limit, stream)
 
-    def start(self, operands, tensors, sizes, limit, stream):
-        """Launches. operands: A and weights of either GEMM; tensors: what bind_arguments unpacks."""
+    def start(self, operands, tensors, sizes, limit, stream, more=()):
+        """Launches. operands: A and weights of either GEMM; tensors: what bind_arguments unpacks; more: what bind_more
+        does."""
         stages = self.config.stages
         tile = (TILE_M, TILE_N, BLOCK)
         a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, stages)
@@ -139,7 +140,7 @@ class FusedForward:
         )
         self.shared = self.shared_storage(a_layout, b_layout)
         sizes = (base, rank, top_k, num_experts, max_tokens, num_ctas, timeout)
-        self.kernel(maps1, maps2, tensors, sizes, tuple(places), limit, a_layout, b_layout).launch(
+        self.kernel(maps1, maps2, tensors, sizes, tuple(places), limit, a_layout, b_layout, more).launch(
             grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
@@ -178,9 +179,10 @@ class FusedForward:
     # ---------------------------------------------------------------- device side
 
     @cute.kernel
-    def kernel(self, maps1, maps2, tensors, sizes, places, limit: Float32, a_layout, b_layout):
+    def kernel(self, maps1, maps2, tensors, sizes, places, limit: Float32, a_layout, b_layout, more):
         k = Context()
         self.bind_arguments(k, tensors, sizes, places, limit)
+        self.bind_more(k, more)
         smem = cutlass.utils.SmemAllocator()
         self.bind_shared(k, smem.allocate(self.shared), a_layout, b_layout)
         if k.warp == 0:
@@ -203,9 +205,6 @@ class FusedForward:
         rows = prologue.run(k)
         # the prologue's scratch memory is the pipeline, written next by TMA
         cute.arch.fence_proxy("async.shared", space="cta")
-        # rows that the pulling warp brings with bulk copies were written by ordinary stores, of other ranks too; their
-        # headers have been acquired by ordinary loads (the writers' own fence: prologue.announce)
-        cute.arch.fence_proxy("async.global")
         cute.arch.sync_threads()
         if k.warp < 4:
             cute.arch.setmaxregister_decrease(self.config.other_registers)
@@ -236,11 +235,25 @@ class FusedForward:
         """What the math warps do at the end: the results of this rank's tokens."""
         combine.combine(k, k.cta * 8 + k.warp - 4, k.num_ctas * 8)
 
+    def before_home(self, k, sent):
+        """Before a CTA's last row is announced."""
+
+    steals = False
+    """Whether work that is not this call's waits behind the tiles. Then these are called too (see backward_steal):
+    after_tiles by the scheduler, load_stolen by the loader, between by the math warps, stolen_done and await_end by the
+    courier."""
+
+    after_tiles = load_stolen = between = stolen_done = await_end = None
+
     # ---------------------------------------------------------------- set-up
+
+    def bind_more(self, k, more):
+        """What only some kernels have."""
 
     def bind_arguments(self, k, tensors, sizes, places, limit):
         """This thread's place, run-time sizes, tensors."""
         k.problem, k.config, k.unroll, k.direction = self.problem, self.config, self.unroll, self
+        k.steals = self.steals
         k.batch, k.pieces = self.config.batch(self.problem), self.config.pieces(self.problem)
         k.piece_blocks, k.slot_bytes = self.config.piece_blocks(self.problem), self.config.slot_bytes(self.problem)
         k.x, k.ids, k.weights, k.s13, k.s2, k.out, k.peers, k.pool, k.pool_s, k.h, k.hs = tensors[:11]

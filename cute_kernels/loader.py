@@ -16,6 +16,7 @@ from cute_kernels import flags, memory, schedule, trace
 from cute_kernels import workspace as ws
 from cute_kernels.tile_config import BLOCK, TILE_M, TILE_N
 
+SENT = 1  # the courier has announced this CTA's rows
 LOOKS = 64  # at `ready`, before the loader inserts a pause
 WEIGHT_BLOCK = TILE_N * BLOCK  # bytes of a k-block of a tile of weights, contiguous, as shared memory holds them
 
@@ -59,6 +60,8 @@ def scheduler(k):
             t = claim(k)
         else:
             t = tiles
+    if const_expr(k.steals):
+        turn = k.direction.after_tiles(k, turn)
     turn = hand_over(k, turn, Int32(schedule.END), Int32(0), Int32(0), Int32(0))
 
 
@@ -90,6 +93,7 @@ def loader(k, maps1, maps2):
     """maps, of GEMM 1 and 2: TMA atom and tensor of A, address of the weights, the same of A by half blocks."""
     problem = k.problem
     stage, phase, slot, lap, turn = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    load_stolen = k.direction.load_stolen
     cute.arch.mbarrier_wait(k.ready, 0)
     kind = Int32(k.todo[0])
     while kind >= 0:
@@ -104,12 +108,22 @@ def loader(k, maps1, maps2):
         if kind == schedule.GEMM1:
             stage, phase = load_tile(k, maps1, problem.k1, problem.n1, schedule.GEMM1, e, row, n, slot, stage, phase)
         else:
-            stage, phase = load_tile(k, maps2, problem.k2, problem.n2, schedule.GEMM2, e, row, n, slot, stage, phase)
+            if const_expr(k.steals):
+                if kind == schedule.GEMM2:
+                    stage, phase = load_tile(
+                        k, maps2, problem.k2, problem.n2, schedule.GEMM2, e, row, n, slot, stage, phase
+                    )
+                else:
+                    stage, phase = load_stolen(k, kind, e, row, n, slot, stage, phase)
+            else:
+                stage, phase = load_tile(
+                    k, maps2, problem.k2, problem.n2, schedule.GEMM2, e, row, n, slot, stage, phase
+                )
         slot, lap = advance(slot, lap, k.config.ring)
         turn = turn ^ 1
         if const_expr(k.config.trace):
             if k.lane == 0:
-                trace.event(k, trace.LOADER, trace.GEMM1 + kind, since, row // TILE_M, n)
+                trace.event(k, trace.LOADER, trace.of_tile(kind), since, row // TILE_M, n)
         since = trace.begin(k)
         if is_late(k, turn) == 1:
             cute.arch.mbarrier_wait(k.free + slot, lap ^ 1)
@@ -248,21 +262,35 @@ def courier(k):
     that this CTA has stored everything that it stores for this call."""
     done = k.base + k.layout.done + Int64(k.parity * k.max_blocks) * 4
     slot, lap = Int32(0), Int32(0)
-    tile_done = k.direction.tile_done
-    going = Int32(1)
+    tile_done, stolen_done, await_end = k.direction.tile_done, k.direction.stolen_done, k.direction.await_end
+    before_home = k.direction.before_home
+    going, sent = Int32(1), Int32(0)
     while going == 1:
-        cute.arch.mbarrier_wait(k.ended + slot, lap)
+        if const_expr(k.steals):
+            sent = await_end(k, k.ended + slot, lap, sent)
+        else:
+            cute.arch.mbarrier_wait(k.ended + slot, lap)
         kind, row = Int32(k.ring[2, slot]), Int32(k.ring[0, slot])
         cute.arch.sync_warp()
         since = trace.begin(k)
         if kind == schedule.GEMM1:
             tile_done(k, done + Int64(row // TILE_M) * 4, row)
+        if const_expr(k.steals):
+            sent = stolen_done(k, kind, sent)
         if k.lane == 0:
             cute.arch.mbarrier_arrive(k.free + slot)
             trace.event(k, trace.COURIER, trace.ANNOUNCE, since, row // TILE_M)
         slot, lap = advance(slot, lap, k.config.ring)
         if kind == schedule.END:
             going = Int32(0)
+    if sent != SENT:
+        before_home(k, sent)
+        announce_home(k)
+
+
+@cute.jit
+def announce_home(k):
+    """Tells all ranks that this CTA has stored its last row of y. By all lanes of the courier."""
     # a CTA that gave up its tiles has seen or raised the abort word; without its sign no rank's HOME is complete
     aborted = flags.is_aborted(k.watch)
     if (k.lane < k.num_ranks) & (aborted == 0):

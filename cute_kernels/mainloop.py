@@ -56,8 +56,7 @@ def math(k, finish):
     """All tiles of this CTA. finish(k, t, wave, kind, slot, stage): a strategy's epilogue, called for either wave of a
     tile as soon as its accumulators t.accs[wave] are final; stage: of the wave in flight."""
     t = MathThread(k)
-    accs, stages = t.accs, k.config.stages
-    problem = k.problem
+    between = k.direction.between
     cute.arch.mbarrier_wait(k.full, 0)
     slot = Int32(0)
     kind = Int32(k.ring[2, 0])
@@ -66,42 +65,13 @@ def math(k, finish):
     issue(t, 0, 0)
     while kind >= 0:
         since = trace.begin(k)
-        for acc in accs:
-            acc.fill(0.0)
-        bodies = Int32(problem.k1 // k.unroll)
-        if kind == schedule.GEMM2:
-            bodies = Int32(problem.k2 // k.unroll)
-        if kind == schedule.PAUSE:
-            bodies = Int32(1)
-        for body in cutlass.range(bodies, unroll=1):
-            for u in range_constexpr(k.unroll):
-                # wave 0 of this k-block is in flight. ptxas keeps wgmma asynchronous across the back edge only if a
-                # wait for all of them comes first behind it; otherwise it serialises all of them
-                here = u % stages if k.unroll % stages == 0 else stage
-                retire(t, 0, scale[0])
-                issue(t, 1, here)
-                if const_expr(u == k.unroll - 1):
-                    if body == bodies - 1:
-                        finish(k, t, 0, kind, slot, here)
-                # The next k-block, or the next tile's first, or behind the last tile an empty stage: the wave issued
-                # then reads stale memory and is dropped
-                scale_1 = scale[1]
-                release = k.empty + here
-                if const_expr(k.unroll % (2 * stages) == 0):
-                    next_stage, next_phase = (u + 1) % stages, (u + 1) // stages % 2
-                else:
-                    stage, phase = advance(stage, phase, stages)
-                    next_stage, next_phase = stage, phase
-                    if const_expr(k.unroll % stages == 0):
-                        next_stage = (u + 1) % stages
-                cute.arch.mbarrier_wait(k.full + next_stage, next_phase)
-                scale = scales(k, t, next_stage)
-                warpgroup.wait_group(0)
-                if k.lane == 0:
-                    cute.arch.mbarrier_arrive(release)
-                retire(t, 1, scale_1)
-                issue(t, 0, next_stage)
-        finish(k, t, 1, kind, slot, 0 if k.unroll % stages == 0 else stage)
+        if const_expr(k.steals):
+            if kind >= schedule.HOMEWARD:
+                stage, phase, scale = apart(k, t, between, kind, slot, stage, phase, scale)
+            else:
+                stage, phase, scale = tile(k, t, finish, kind, slot, stage, phase, scale)
+        else:
+            stage, phase, scale = tile(k, t, finish, kind, slot, stage, phase, scale)
         # every warp's stores of this tile stand before this arrival; reader: the courier
         cute.arch.sync_warp()
         if k.lane == 0:
@@ -109,7 +79,7 @@ def math(k, finish):
             if const_expr(k.config.trace):
                 if t.tid == 0:
                     trace.event(
-                        k, trace.MATH, trace.GEMM1 + kind, since, Int32(k.ring[0, slot]) // TILE_M, k.ring[1, slot]
+                        k, trace.MATH, trace.of_tile(kind), since, Int32(k.ring[0, slot]) // TILE_M, k.ring[1, slot]
                     )
         slot += 1
         if slot == k.config.ring:
@@ -118,6 +88,68 @@ def math(k, finish):
     warpgroup.wait_group(0)
     if k.lane == 0:
         cute.arch.mbarrier_arrive(k.ended + slot)
+
+
+@cute.jit
+def tile(k, t, finish, kind, slot, stage, phase, scale):
+    """A tile whose first wave is in flight, until that of the next one is."""
+    accs, stages, problem = t.accs, k.config.stages, k.problem
+    for acc in accs:
+        acc.fill(0.0)
+    bodies = Int32(problem.k1 // k.unroll)
+    if kind == schedule.GEMM2:
+        bodies = Int32(problem.k2 // k.unroll)
+    if kind == schedule.PAUSE:
+        bodies = Int32(1)
+    if const_expr(k.steals):
+        if kind >= schedule.WGRAD:
+            bodies = Int32(k.ring[3, slot])
+    for body in cutlass.range(bodies, unroll=1):
+        for u in range_constexpr(k.unroll):
+            # wave 0 of this k-block is in flight. ptxas keeps wgmma asynchronous across the back edge only if a
+            # wait for all of them comes first behind it; otherwise it serialises all of them
+            here = u % stages if k.unroll % stages == 0 else stage
+            retire(t, 0, scale[0])
+            issue(t, 1, here)
+            if const_expr(u == k.unroll - 1):
+                if body == bodies - 1:
+                    finish(k, t, 0, kind, slot, here)
+            # The next k-block, or the next tile's first, or behind the last tile an empty stage: the wave issued
+            # then reads stale memory and is dropped
+            scale_1 = scale[1]
+            release = k.empty + here
+            if const_expr(k.unroll % (2 * stages) == 0):
+                next_stage, next_phase = (u + 1) % stages, (u + 1) // stages % 2
+            else:
+                stage, phase = advance(stage, phase, stages)
+                next_stage, next_phase = stage, phase
+                if const_expr(k.unroll % stages == 0):
+                    next_stage = (u + 1) % stages
+            cute.arch.mbarrier_wait(k.full + next_stage, next_phase)
+            scale = scales(k, t, next_stage)
+            warpgroup.wait_group(0)
+            if k.lane == 0:
+                cute.arch.mbarrier_arrive(release)
+            retire(t, 1, scale_1)
+            issue(t, 0, next_stage)
+    finish(k, t, 1, kind, slot, 0 if k.unroll % stages == 0 else stage)
+    return stage, phase, scale
+
+
+@cute.jit
+def apart(k, t, between, kind, slot, stage, phase, scale):
+    """An entry of the ring that is no tile and has one stage (see backward_steal): the wave in flight is dropped, the
+    next tile's first one issued behind the work."""
+    warpgroup.wait_group(0)
+    between(k, t, kind, slot, stage)
+    cute.arch.sync_warp()
+    if k.lane == 0:
+        cute.arch.mbarrier_arrive(k.empty + stage)
+    stage, phase = advance(stage, phase, k.config.stages)
+    cute.arch.mbarrier_wait(k.full + stage, phase)
+    scale = scales(k, t, stage)
+    issue_again(t, stage)
+    return stage, phase, scale
 
 
 @cute.jit
@@ -136,6 +168,15 @@ def issue(t, wave, stage):
     for i in range_constexpr(BLOCK // 32):
         cute.gemm(t.mma[min(i, 1)], t.tmp, t.a[None, None, i, stage], t.b[wave][None, None, i, stage], t.tmp)
     warpgroup.commit_group()
+
+
+@cute.jit
+def issue_again(t, stage):
+    """The wave that was in flight when an epilogue wanted its registers. Clearing tells the compiler that nobody reads
+    what it was."""
+    tmp = t.tmp
+    tmp.fill(0.0)
+    issue(t, 0, stage)
 
 
 @cute.jit

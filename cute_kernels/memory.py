@@ -53,6 +53,15 @@ def load_words(address: Int64):
     )
 
 
+def load_shared(address: Int32):
+    """16 bytes of shared memory as four words."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
 def bulk_prefetch(address: Int64, num_bytes) -> None:
     """Asks for global memory to be brought into L2. One thread; 16-byte granules."""
     cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, Int32(num_bytes)])

@@ -19,6 +19,10 @@ BLOCK_ROWS = 128
 GEMM1, GEMM2, PAUSE, END = 0, 1, 2, -1
 """What an entry of the tile ring is: a tile of GEMM 1 or 2, arrivals without data, the end."""
 
+WGRAD, HOMEWARD, TURN = 3, 4, 5
+"""Behind the tiles, where a backward steals (backward_steal): a tile of dW; the mark behind the last tile; a block of a
+transposed copy. The last two have one stage, and no wgmma."""
+
 
 class Tile(NamedTuple):
     """phase (GEMM1 or GEMM2), block of 128 rows, tile of 256 columns."""

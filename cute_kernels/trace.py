@@ -7,6 +7,8 @@ CTA has a list of its own; a counter in shared memory holds its length. Off, not
 from dataclasses import dataclass
 from typing import Any
 
+from cute_kernels import schedule
+
 ROLES = ("prologue", "loader", "pull", "courier", "scheduler", "math")
 PROLOGUE, LOADER, PULL, COURIER, SCHEDULER, MATH = range(6)
 CAPACITY = 1024  # events of a role of a CTA; later ones are dropped
@@ -14,10 +16,15 @@ WORDS = 4
 
 # what an event is
 (COUNT, QUANTIZE, WAIT_COUNTS, PLACE, WAIT_HEADERS, PLAN, GEMM1, GEMM2, PAUSE, ROW, WAIT_ROWS, WAIT_TILES, ANNOUNCE,
- WAIT_HOME, SUM, WAIT_NEXT) = range(16)  # fmt: skip
+ WAIT_HOME, SUM, WAIT_NEXT, WGRAD, HOMEWARD, TURN) = range(19)  # fmt: skip
 NAMES = ("count ids", "quantise", "wait: counts", "sort ids", "wait: headers", "plan", "GEMM 1", "GEMM 2", "pause",
          "dispatch", "wait: rows of a block", "wait: GEMM-1 tiles", "announce", "wait: rows of y",
-         "combine", "wait: the next tile")  # fmt: skip
+         "combine", "wait: the next tile", "wgrad tile", "last tile", "wgrad copy")  # fmt: skip
+
+
+def of_tile(kind: Any) -> Any:
+    """What an entry of the tile ring is (schedule.GEMM1 ...)."""
+    return GEMM1 + kind + schedule.integer(kind >= schedule.WGRAD) * (WGRAD - GEMM1 - schedule.WGRAD)
 
 
 def begin(k: Any) -> Any:

@@ -166,8 +166,41 @@ def test_dirty_padding_reaches_nothing():
         assert all(torch.equal(x, y) for x, y in zip(want, got, strict=True))
 
 
-def test_calls_on_one_workspace_in_any_order():
-    """F1 F2 B2 B1 gives what F1 B1 and F2 B2 give."""
+@pytest.mark.parametrize("tokens", [(300,), (150, 187), (10, 0, 300, 150)], ids=["one rank", "two ranks", "four ranks"])
+def test_fifty_repeats_are_the_same_bits(tokens):
+    world = World(Case("repeats", tokens=tokens, experts=16))
+    with world.world:
+        b = Backward(world)
+        inputs = world.inputs(1)
+        plan = make_plan(inputs[1], 16)
+        saved = [r.buffers for r in world.run(inputs)]
+        douts = b.douts(1, tailed=True)
+        want = real_bits(b.run(inputs[1], saved, douts), plan)
+        for i in range(50):
+            got = real_bits(b.run(inputs[1], saved, douts), plan)
+            assert all(torch.equal(x, y) for x, y in zip(want, got, strict=True)), f"repeat {i}"
+
+
+def test_gradient_of_zeros():
+    """An all-zero dout: exact zeros everywhere, weight gradients too."""
+    world = World(Case("zeros", tokens=(150, 187)))
+    with world.world:
+        b = Backward(world)
+        inputs = world.inputs(1)
+        saved = [r.buffers for r in world.run(inputs)]
+        results = b.run(inputs[1], saved, [torch.zeros_like(d) for d in b.douts(1)])
+        for r, s in zip(results, saved, strict=True):
+            assert bool((r.dx == 0).all()) and bool((r.dp == 0).all())
+            for dtype in (torch.bfloat16, torch.float32):
+                dw13 = torch.full((4, 256, 256), float("nan"), dtype=dtype, device="cuda")
+                dw2 = torch.full((4, 256, 128), float("nan"), dtype=dtype, device="cuda")
+                backward_launch.weight_gradients(r.operands(s.pool, s.pool_s), s.offs, s.counts, dw13, dw2)
+                assert bool((dw13 == 0).all()) and bool((dw2 == 0).all())
+
+
+@pytest.mark.parametrize("backwards", [(1, 0), (0, 1)], ids=["F1 F2 B2 B1", "F1 F2 B1 B2"])
+def test_calls_on_one_workspace_in_any_order(backwards):
+    """Two forwards and then their backwards, in either order, give what F1 B1 and F2 B2 give."""
     world = World(Case("order", tokens=(150, 187)))
     with world.world:
         b = Backward(world)
@@ -178,7 +211,7 @@ def test_calls_on_one_workspace_in_any_order():
             saved = [r.buffers for r in world.run(inputs)]
             want.append(real_bits(b.run(inputs[1], saved, douts), plan))
         kept = [[r.buffers for r in world.run(inputs)] for inputs, _ in calls]
-        for i in (1, 0):
+        for i in backwards:
             got = real_bits(b.run(calls[i][0][1], kept[i], calls[i][1]), plans[i])
             assert all(torch.equal(x, y) for x, y in zip(want[i], got, strict=True)), f"B{i + 1}"
 

@@ -1,0 +1,127 @@
+"""Weight gradients that dgrad takes while dx is in flight, on a Hopper GPU: same bits as without."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels import backward_launch, backward_offer
+from cute_kernels.backward_problem import TURN_COLUMNS, TURNED, TURNS, W13
+from tests.gpu.test_cute_backward import Backward
+from tests.gpu.test_cute_forward import TIMEOUT_S, Case, World
+
+DELAY_US = 2000  # far more than all tasks take
+
+STEAL_CASES = [
+    Case("one rank"),
+    Case("two ranks", tokens=(150, 187)),
+    Case("two ranks, one empty", tokens=(0, 187)),
+    Case("three ranks, clamp", tokens=(150, 1, 300), experts=12, clamp=0.7),
+    Case("four ranks", tokens=(10, 0, 300, 150), experts=16),
+    Case("all on one", routing="one", top_k=2, tokens=(400, 300)),
+    Case("none anywhere", routing="none", tokens=(20, 30)),
+    Case("odd", hidden=384, intermediate=384, tokens=(150, 187)),
+    Case("qwen", hidden=2048, intermediate=768, experts=16, top_k=8, tokens=(400, 300)),
+    Case("many experts", experts=512, top_k=8, tokens=(500, 300)),
+]
+
+
+class Stealing:
+    """A backward of a case, its weight gradients included."""
+
+    def __init__(self, case: Case):
+        self.case, self.world = case, World(dataclasses.replace(case, save=True))
+        self.backward = Backward(self.world)
+        inputs = self.world.inputs(1)
+        self.ids = inputs[1]
+        self.saved = [r.buffers for r in self.world.run(inputs)]
+        self.douts = self.backward.douts(1, tailed=True)
+
+    def gradients(self, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        case, local = self.case, self.case.experts // len(self.case.tokens)
+        shapes = (local, 2 * case.intermediate, case.hidden), (local, case.hidden, case.intermediate)
+        dw13, dw2 = ([torch.full(s, float("nan"), dtype=dtype, device="cuda") for _ in case.tokens] for s in shapes)
+        return dw13, dw2
+
+    def serial(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        results = self.backward.run(self.ids, self.saved, self.douts)
+        dw13, dw2 = self.gradients(dtype)
+        for r, s, a, b in zip(results, self.saved, dw13, dw2, strict=True):
+            backward_launch.weight_gradients(r.operands(s.pool, s.pool_s), s.offs, s.counts, a, b)
+        torch.cuda.synchronize()
+        return [*(r.dx for r in results), *(r.dp for r in results), *dw13, *dw2]
+
+    def stealing(self, dtype: torch.dtype, delay_us: int, steal_us: float = 50.0):
+        """Results as of `serial`, and each rank's cursors behind dgrad."""
+        dw13, dw2 = self.gradients(dtype)
+        offers = [
+            backward_offer.offer(s.offs, s.counts, s.pool, s.pool_s, a, steal_us)
+            for s, a in zip(self.saved, dw13, strict=True)
+        ]
+        results = [
+            backward_launch._allocate(d, s, self.case.top_k) for d, s in zip(self.douts, self.saved, strict=True)
+        ]
+        for tensors in (*(vars(r).values() for r in results), *(o.grad_t for o in offers)):
+            for t in tensors:
+                t.view(torch.uint8).fill_(0xFF)
+        world = self.world.world
+        backward_launch.fused_backward(
+            world.workspaces, self.douts, self.ids, self.saved, self.backward.weights, clamp=self.case.clamp,
+            timeout_s=TIMEOUT_S, streams=world.streams, results=results, steals=offers, delay_us=delay_us,
+        )  # fmt: skip
+        cursors = [o.queue.cursors.tolist() for o in offers]
+        for o, r, s, b in zip(offers, results, self.saved, dw2, strict=True):
+            backward_offer.drain(o, r.operands(s.pool, s.pool_s), b)
+        torch.cuda.synchronize()
+        errors = [e for w in world.workspaces if (e := w.error())]
+        assert not errors, errors
+        return [*(r.dx for r in results), *(r.dp for r in results), *dw13, *dw2], cursors
+
+
+def differing(got: list[torch.Tensor], want: list[torch.Tensor]) -> list[int]:
+    return [
+        i
+        for i, (a, b) in enumerate(zip(got, want, strict=True))
+        if not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    ]
+
+
+@pytest.mark.parametrize("case", STEAL_CASES, ids=lambda c: c.name)
+def test_same_bits_whoever_does_a_task(case):
+    s = Stealing(case)
+    with s.world.world:
+        for dtype, delay_us in ((torch.bfloat16, 0), (torch.bfloat16, DELAY_US), (torch.float32, DELAY_US)):
+            want = s.serial(dtype)
+            got, cursors = s.stealing(dtype, delay_us)
+            print(case.name, dtype, delay_us, cursors)
+            assert not differing(got, want), (dtype, delay_us, differing(got, want), cursors)
+            if delay_us:  # time enough for everything
+                check_all_taken(case, s.saved, cursors)
+
+
+def check_all_taken(case: Case, saved, cursors) -> None:
+    pieces = -(-2 * case.intermediate // TURN_COLUMNS)
+    tiles = 2 * case.intermediate // 128 * -(-case.hidden // 256)
+    for s, c in zip(saved, cursors, strict=True):
+        blocks = int(s.offs[-1]) // 128
+        assert c[TURNS] >= blocks * pieces and c[TURNED] == blocks * 2 * case.intermediate // 128, (c, blocks)
+        assert c[W13] == int((s.counts > 0).sum()) * tiles, (c, tiles)
+
+
+def test_long_tasks_are_left_to_the_drain():
+    case = Case("long", tokens=(400, 300), top_k=2, experts=4)
+    s = Stealing(case)
+    with s.world.world:
+        want = s.serial(torch.bfloat16)
+        counts = torch.cat([x.counts for x in s.saved]).tolist()
+        got, cursors = s.stealing(torch.bfloat16, DELAY_US, steal_us=5.0)  # one block of 128 rows
+        assert not differing(got, want)
+        tiles = 2 * case.intermediate // 128 * -(-case.hidden // 256)
+        taken = sum(c[W13] for c in cursors)
+        assert taken == tiles * sum(0 < n <= 128 for n in counts), (counts, cursors)
+        _, cursors = s.stealing(torch.bfloat16, DELAY_US, steal_us=0.0)
+        assert all(c[W13] == 0 for c in cursors)
