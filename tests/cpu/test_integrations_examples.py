@@ -39,7 +39,7 @@ def test_the_comparison_with_transformers_can_fail(capsys, monkeypatch):
 
 def test_a_tiny_model_trains_in_fp8_as_in_bf16(capsys, tmp_path):
     out = tmp_path / "records" / "tiny"
-    assert train_tiny.main(["--device", "cpu", "--steps", "24", "--batch", "1", "--seeds", "1", "--out", str(out)]) == 0
+    assert train_tiny.main(["--device", "cpu", "--steps", "24", "--batch", "1", "--lr", "3e-3", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert text.endswith(("tiny.json\n", "tiny.png\n")) and "\npass\n" in text and "FP8 emulation to bf16" in text
     record = json.loads(out.with_suffix(".json").read_text())
@@ -68,7 +68,7 @@ def test_what_decides_whether_the_fused_kernels_train():
     )
     assert not judge(1.61)["passes"] and not judge(1.39)["passes"]
     assert not judge(1.5, bf16=1.9)["passes"]  # FP8 that learns better than bf16 is as strange
-    assert judge(1.5, bf16=1.505)["fp8_to_bf16"]["fused FP8"] == pytest.approx(0.005)
+    assert judge(1.5, bf16=1.505)["fp8_to_bf16"]["fused FP8"] == pytest.approx(-0.005)
 
 
 def test_all_schedules_give_the_same_bits_and_a_trace(capsys, tmp_path):

@@ -133,7 +133,7 @@ def test_lora_trains(backend: Any) -> None:
 
 
 def test_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_tiny.main(["--steps", "60", "--seeds", "2", "--batch", "4"]) == 0
+    assert train_tiny.main(["--steps", "60", "--seeds", "2", "--batch", "4", "--lr", "2e-3"]) == 0
     sizes = ["--tokens", "512", "--hidden", "256", "--intermediate", "128", "--experts", "8", "--top-k", "2"]
     assert overlap_tuning.main(["--repeats", "2", *sizes]) == 0
     assert "DIFFERENT" not in capsys.readouterr().out
