@@ -56,7 +56,7 @@ class Binary:
 
 HOST_ONLY = ("launch.py", "backward_launch.py", "symmetric.py", "status.py", "compile.py", "sass.py", "weights.py")
 """Files that shape no kernel."""
-FAMILIES = ("wgrad", "backward")  # files that begin with one of these belong to kernels of that name only
+FAMILIES = ("wgrad", "backward", "weight_")  # files that begin with one of these belong to kernels of that name only
 
 
 @lru_cache
