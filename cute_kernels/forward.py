@@ -205,6 +205,9 @@ class FusedForward:
         rows = prologue.run(k)
         # the prologue's scratch memory is the pipeline, written next by TMA
         cute.arch.fence_proxy("async.shared", space="cta")
+        # rows that the pulling warp brings with bulk copies were written by ordinary stores, of other ranks too; their
+        # headers have been acquired by ordinary loads (the writers' own fence: prologue.announce)
+        cute.arch.fence_proxy("async.global")
         cute.arch.sync_threads()
         if k.warp < 4:
             cute.arch.setmaxregister_decrease(self.config.other_registers)
