@@ -1,4 +1,4 @@
-"""From a weight in bf16 or fp32 both FP8 copies in the kernels' order, in one pass: what a training forward does first."""
+"""From a bf16 or fp32 weight both FP8 copies in the kernels' order, in one pass: what a training forward does first."""
 
 from dataclasses import dataclass
 
@@ -36,9 +36,9 @@ class QuantizeConfig:
 class QuantizeWeight:
     """w [E, N, K] -> q and s as `cute_kernels.weights` lays them out, and the same of the transposed weight.
 
-    A CTA takes one block of 128 x 128: one scale, the same bytes in both copies. A thread holds 8 rows x 8 columns. A row
-    of the forward's copy is one line of 128 bytes, which half a warp writes as it is. For the transposed copy the block
-    turns in shared memory: 8 rows of a column are one 8-byte word, word i of column c at place i ^ (c / 8).
+    A CTA takes one block of 128 x 128: one scale, the same bytes in both copies. A thread holds 8 rows x 8 columns.
+    A row of the forward's copy is one line of 128 bytes, which half a warp writes as it is. For the transposed copy
+    the block turns in shared memory: 8 rows of a column are one 8-byte word, word i of column c at place i ^ (c / 8).
 
     Position p of 128 weight rows, in the order in which the tile of 256 holds them, is row `permuted(p)`; the tile's
     other 128 rows lie between positions 63 and 64. In a line, 16-byte granule g is at place g ^ (p % 8).
