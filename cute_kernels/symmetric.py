@@ -104,6 +104,10 @@ class SymmetricWorld:
         """Of all ranks, as `SymmetricWorkspace.reset`."""
         self.workspaces[0].reset()
 
+    def check(self) -> None:
+        """Raises what the calls so far recorded on this rank: after a failed call every rank has something. Waits."""
+        self.workspaces[0].check()
+
     def close(self) -> None:
         """Of all ranks, as `SymmetricWorkspace.close`."""
         self.workspaces[0].close()

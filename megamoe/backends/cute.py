@@ -98,11 +98,9 @@ class CuteBackend(StepwiseBackend):
             return None
         pow2 = recipe.scale_format == "pow2"
         fused, fused_t = weight_launch.quantize_experts(w13, w2, pow2=pow2, transposed=transposed)
-        plain = [  # of these only the shapes are read
-            QuantizedWeight(w.new_empty((1, 1, 1), dtype=torch.float8_e4m3fn).expand(w.shape), None, row_groups)
-            for w, row_groups in ((w13, 2), (w2, 1))
-        ]
-        return ExpertWeights(*plain, fused=fused, fused_t=fused_t)
+        nothing = w13.new_empty((1, 1, 1), dtype=torch.float8_e4m3fn)  # of plain copies only the shapes are read
+        plain_13 = QuantizedWeight(nothing.expand(w13.shape), None, 2)
+        return ExpertWeights(plain_13, QuantizedWeight(nothing.expand(w2.shape), None), fused=fused, fused_t=fused_t)
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         from cute_kernels.backward_launch import prepare_backward_weights
@@ -158,7 +156,7 @@ class CuteBackend(StepwiseBackend):
                 **tiling(options.overlap),
             )
         if options.debug:
-            shared.check("forward")
+            shared.check()
         outs = [result.out for result in results]
         if not saves:
             return outs, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import weakref
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -120,7 +120,7 @@ class _Kept:
             self._shared.popitem(last=False)[1].close()
         group = self._group()
         assert group is not None
-        self._shared[sizes] = GroupShared(group, sizes, device)
+        self._shared[sizes] = GroupShared(group, sizes, device, forget=lambda: self._shared.pop(sizes, None))
         return self._shared[sizes]
 
     def close(self) -> None:
@@ -130,12 +130,18 @@ class _Kept:
 
 
 class GroupShared(Shared):
-    """The workspace of this process's rank. Making it is a collective."""
+    """The workspace of this process's rank. Making it is a collective.
 
-    def __init__(self, group: dist.ProcessGroup, sizes: Sizes, device: torch.device) -> None:
+    A call that was given up leaves a workspace that no rank may use before a reset of all. Nobody waits for ranks that
+    may be gone: each forgets it when it raises the error, and their next call makes another one.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, sizes: Sizes, device: torch.device, forget: Callable[[], object]
+    ) -> None:
         from cute_kernels.symmetric import SymmetricWorld
 
-        self._group_of = weakref.ref(group)
+        self._forget = forget
         world = SymmetricWorld(
             group,
             hidden=sizes.hidden,
@@ -148,12 +154,8 @@ class GroupShared(Shared):
         )
         super().__init__(world)
 
-    def _errors(self) -> list[str]:
-        """Those of all ranks, so that all raise and reset together."""
-        group = self._group_of()
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, super()._errors(), group=group)
-        return [message for theirs in everyone for message in theirs]
+    def recover(self) -> None:
+        self._forget()
 
 
 def needed(transport: GroupTransport, ids: torch.Tensor, num_experts: int, capacity: int | None) -> tuple[int, int]:

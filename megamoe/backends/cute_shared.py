@@ -1,4 +1,4 @@
-"""Workspaces that the fused calls of one size share, whoever the ranks are."""
+"""Workspaces that fused calls of one size share, whoever the ranks are, and their errors in this package's types."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from megamoe.errors import CapacityError, MegaMoERuntimeError, MegaMoETimeout, MegaMoEValueError, expected
+from megamoe.errors import (
+    CapacityError,
+    MegaMoEError,
+    MegaMoERuntimeError,
+    MegaMoETimeout,
+    MegaMoEValueError,
+    expected,
+)
 
 SOURCE_SHIFT = 27
 """Row codes: source rank << 27 | token * K + slot."""
@@ -35,42 +40,46 @@ class Shared:
         self.workspaces = world.workspaces
         self.streams: Any = world.streams if len(world.workspaces) > 1 else None
         self._lock = threading.Lock()
-        self._stream: int | None = None
-        self._done = torch.cuda.Event()
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around every call: one host thread at a time; what earlier calls recorded is raised in our types."""
+        with self._lock, self._translated():
+            yield
+
+    def check(self) -> None:
+        """Raise what the calls so far recorded. Synchronises."""
+        with self._translated():
+            self._world.check()
 
     def close(self) -> None:
         """Give the memory back; over a group a collective."""
         self._world.close()
 
-    @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Around every call: wait for the one before, if it ran on another stream; one host thread at a time.
-
-        A call that is captured can wait for nothing outside its graph: capturing synchronises before.
-        """
-        with self._lock:
-            if torch.cuda.is_current_stream_capturing():
-                yield
-                return
-            stream = torch.cuda.current_stream()
-            if self._stream not in (None, stream.cuda_stream):
-                stream.wait_event(self._done)
-            self._stream = stream.cuda_stream
-            yield
-            self._done.record()
-
-    def check(self, call: str) -> None:
-        """Raise what the calls before recorded; `call` is the last of them. Synchronises."""
-        messages = self._errors()
-        if not messages:
-            return
+    def recover(self) -> None:
+        """After a call that was given up: what the next one needs to be right."""
         self._world.reset()
-        text = "; ".join(messages)
-        if "timeout" in text:
-            raise MegaMoETimeout(f"{call}: {text}. Look for a rank that did not make this call.")
-        if "overflow" in text:
-            raise CapacityError(f"{call}: {text}. Raise the capacity.")
-        raise MegaMoERuntimeError(f"{call}: {text}.")
 
-    def _errors(self) -> list[str]:
-        return [message for w in self.workspaces if (message := w.error()) is not None]
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        from cute_kernels.status import CallError
+
+        try:
+            yield
+        except CallError as error:
+            if error.needs_reset:
+                self.recover()
+            raise _our_error(error) from None
+
+
+def _our_error(error: Any) -> MegaMoEError:
+    """A CallError in this package's types."""
+    from cute_kernels import status
+
+    kinds = {
+        status.TIMEOUT: MegaMoETimeout,
+        status.ABORTED: MegaMoETimeout,
+        status.OVERFLOW: CapacityError,
+        status.BAD_IDS: MegaMoEValueError,
+    }
+    return kinds.get(error.code, MegaMoERuntimeError)(str(error))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cute_kernels import status
 from megamoe import MegaMoE, MoEConfig, Recipe, mega_moe
 from megamoe.backends.cute import KEPT_WORKSPACES, tiling
 from megamoe.cli.problem import ProblemSpec, make_problem
@@ -140,23 +141,37 @@ def test_release_frees_all(backend):
 
 
 @pytest.mark.parametrize(
-    ("record", "error", "match"),
+    ("code", "error", "resets"),
     [
-        (
-            "rank 0, call 3: timeout at rows of a block",
-            MegaMoETimeout,
-            "forward: rank 0, call 3: timeout.*Look for a rank",
-        ),
-        ("rank 1, call 3: overflow of the pool", CapacityError, "forward: rank 1.*Raise the capacity"),
-        ("rank 1, call 3: aborted by another rank", MegaMoERuntimeError, "forward: rank 1, call 3: aborted"),
+        (status.TIMEOUT, MegaMoETimeout, 1),
+        (status.ABORTED, MegaMoETimeout, 1),
+        (status.SIGNATURE, MegaMoERuntimeError, 1),
+        (status.OVERFLOW, CapacityError, 0),
+        (status.BAD_IDS, MegaMoEValueError, 0),
+        (status.REFUSED, MegaMoERuntimeError, 0),
     ],
 )
-def test_errors_of_a_call_are_raised_with_debug(record, error, match):
+def test_errors_of_a_call_are_raised_with_debug(code, error, resets):
     problem = make_problem(ProblemSpec((13,), 128, 128, 4, 2))
     context = context_for(problem, backend="cute", debug=True)
     run(problem, context)
-    World.made[-1].workspaces[0].error = lambda: record
-    with pytest.raises(error, match=match):
+    World.made[-1].failure = status.CallError("call 3: as the record says", code)
+    with pytest.raises(error, match="call 3: as the record says"):
+        run(problem, context)
+    assert World.made[-1].resets == resets, "a call that was given up is behind us"
+    run(problem, context)
+
+
+def test_errors_of_an_earlier_call_are_raised_in_our_types(monkeypatch):
+    problem = make_problem(ProblemSpec((13,), 128, 128, 4, 2))
+    context = context_for(problem, backend="cute")
+    run(problem, context)
+
+    def late(*_, **__):
+        raise status.CallError("call 1: overflow of the pool", status.OVERFLOW)
+
+    monkeypatch.setattr("cute_kernels.launch.fused_forward", late)
+    with pytest.raises(CapacityError, match="call 1: overflow of the pool"):
         run(problem, context)
 
 

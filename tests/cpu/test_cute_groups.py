@@ -166,7 +166,7 @@ def reached(rank):
     group, num_ranks = dist.group.WORLD, dist.get_world_size()
     w = workspace(group)
     assert (w.rank, w.num_ranks, w.num_ctas) == (rank, num_ranks, 132), "all SMs: each rank has a GPU of its own"
-    assert not w.flags().any() and w.error() is None
+    assert not w.flags()[0].any() and w.error() is None, "no call yet"
     offset = int(w.layout.y) + 8 * rank
     for address in w.peers.tolist():
         ctypes.c_int64.from_address(address + offset).value = 100 + rank
@@ -174,7 +174,7 @@ def reached(rank):
     assert w.view("y", torch.int64, num_ranks).tolist() == [100 + r for r in range(num_ranks)]
     w.flags()[0] = 5
     w.reset()
-    assert not w.flags().any()
+    assert not w.flags()[0].any()
     w.close()
     w.close()
     del w

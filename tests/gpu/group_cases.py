@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from cute_kernels.launch import fused_forward
+from cute_kernels.status import CallError
 from cute_kernels.symmetric import SymmetricWorkspace
+from cute_kernels.weights import prepare_weights
 from megamoe import MoEContext, Recipe, mega_moe
 from megamoe.backends import BACKENDS, release
 from megamoe.cli.group_run import Member, membership, verify_over
@@ -71,6 +73,31 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], whe
 
 
 # ---------------------------------------------------------------- cases
+
+
+class Forwards:
+    """Forwards of this rank's part of a problem on a workspace of their own."""
+
+    def __init__(self, member: Member, problem: Problem, capacity_rows: int = 4096) -> None:
+        sizes: dict[str, Any] = dict(hidden=256, num_experts=16, top_k=4, max_tokens=256, capacity_rows=capacity_rows)
+        self.workspace = SymmetricWorkspace(member.group, device=member.device, **sizes)
+        w13, w2 = problem.weights_of(member.rank)
+        (a, _), (b, _) = (BACKENDS["cute"].copy_weight(w, g, Recipe(), False) for w, g in ((w13, 2), (w2, 1)))
+        self._weights = prepare_weights(a.data, a.scale, b.data, b.scale)
+        self._problem, self._rank = problem, member.rank
+
+    def call(self, timeout_s: float = 20.0, x: torch.Tensor | None = None) -> torch.Tensor:
+        p, r = self._problem, self._rank
+        inputs = [p.xs[r] if x is None else x], [p.topk_ids[r]], [p.topk_weights[r]], [self._weights]
+        out = fused_forward([self.workspace], *inputs, timeout_s=timeout_s)[0].out
+        torch.cuda.synchronize()
+        return out
+
+    def __enter__(self) -> Forwards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.workspace.close()
 
 
 def rendezvous(member: Member) -> str:
@@ -159,28 +186,10 @@ def late(member: Member) -> str:
 def missing(member: Member) -> str:
     """The last rank does not come: the watchdog of the others ends the call, and tells it, which comes and ends at
     once. After a reset of all the next call is right."""
-    arguments: dict[str, Any] = dict(hidden=256, num_experts=16, top_k=4, max_tokens=256, capacity_rows=4096)
     problem = problem_of(member, 9)
-    backend = BACKENDS["cute"]
-    w13, w2 = (
-        q
-        for q, _ in (
-            backend.copy_weight(w, g, Recipe(), False)
-            for w, g in zip(problem.weights_of(member.rank), (2, 1), strict=True)
-        )
-    )
-    from cute_kernels.weights import prepare_weights
-
-    weights = prepare_weights(w13.data, w13.scale, w2.data, w2.scale)
     want, r = expected(member, problem)["out"], member.rank
-    with SymmetricWorkspace(member.group, device=member.device, **arguments) as w:
-
-        def forward(timeout_s: float) -> torch.Tensor:
-            inputs = [problem.xs[r]], [problem.topk_ids[r]], [problem.topk_weights[r]], [weights]
-            out = fused_forward([w], *inputs, timeout_s=timeout_s)[0].out
-            torch.cuda.synchronize()
-            return out
-
+    with Forwards(member, problem) as forwards:
+        w, forward = forwards.workspace, forwards.call
         assert torch.equal(forward(20.0), want), "before"
         dist.barrier()
         begin = time.monotonic()
@@ -197,6 +206,43 @@ def missing(member: Member) -> str:
         assert torch.equal(forward(20.0), want), "after reset"
         assert w.error() is None
     return " | ".join(said)
+
+
+def refused(member: Member) -> str:
+    """The last rank finds an error on its host: all end that call at once, and the next one is right."""
+    problem, r = problem_of(member, 11), member.rank
+    want = expected(member, problem)["out"]
+    with Forwards(member, problem) as forwards:
+        assert torch.equal(forwards.call(), want), "before"
+        begin = time.monotonic()
+        if r == member.num_ranks - 1:
+            try:
+                forwards.call(x=problem.xs[r].float())
+            except ValueError as error:
+                assert "x: expected bfloat16" in str(error)
+            else:
+                raise AssertionError("fp32 rows were taken")
+            torch.cuda.synchronize()
+        else:
+            assert forwards.call().isnan().all(), "out of a call that ended without results"
+        took, said = time.monotonic() - begin, forwards.workspace.error()
+        assert took < 5.0 and said is not None and "found an error on its host" in said, f"{said} after {took:.1f} s"
+        try:
+            forwards.workspace.check()
+        except CallError as error:
+            assert not error.needs_reset
+        assert torch.equal(forwards.call(), want), "after"
+    return said
+
+
+def overflow(member: Member) -> str:
+    """A pool too small on one rank: all ranks say so, with the rows that are needed."""
+    problem = problem_of(member, 12, 3, "first_rank")
+    with Forwards(member, problem, capacity_rows=256) as forwards:
+        assert forwards.call().isnan().all()
+        said = forwards.workspace.error()
+        assert said is not None and "overflow of the pool of rank 0" in said and "256 available" in said, said
+    return said
 
 
 def many_steps(member: Member) -> str:
@@ -242,6 +288,8 @@ _ALL = (
     over_memory,
     clamp_and_powers_of_two,
     late,
+    refused,
+    overflow,
     missing,
     verified,
     over_all_to_alls,

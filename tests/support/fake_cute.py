@@ -48,14 +48,22 @@ class World:
     def __init__(self, num_ranks: int, *, capacity_rows: int | None, max_tokens: int, top_k: int, **sizes: Any) -> None:
         rows = 8192 if capacity_rows is None else capacity_rows
         self.workspaces = [
-            SimpleNamespace(capacity_rows=rows, max_tokens=max_tokens, top_k=top_k, scratch=None, error=lambda: None)
+            SimpleNamespace(capacity_rows=rows, max_tokens=max_tokens, top_k=top_k, scratch=None)
             for _ in range(num_ranks)
         ]
         self.streams, self.sizes = [None] * num_ranks, sizes
         World.made.append(self)
 
+        self.failure: Exception | None = None
+        self.resets = 0
+
+    def check(self) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
     def reset(self) -> None:
-        pass
+        self.resets += 1
 
 
 def fused_forward(
