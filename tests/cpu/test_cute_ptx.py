@@ -140,3 +140,14 @@ def test_flags_of_other_ranks_have_sys_scope(made):
 def test_planted_scope_is_found(made, right, fault):
     assert right in made.ptx
     assert wrong_scopes(made.ptx.replace(right, fault))
+
+
+def has_reader_fence(ptx: str) -> bool:
+    """Behind the prologue, which acquires all headers with ordinary loads, and before any role reads peers' rows with
+    bulk copies: every thread's proxy fences of shared and global memory, then a barrier."""
+    return re.search(r"fence\.proxy\.async\.shared::cta;\s*fence\.proxy\.async\.global;\s*bar\.sync", ptx) is not None
+
+
+def test_reader_of_peers_rows_fences_the_proxy(made):
+    assert has_reader_fence(made.ptx)
+    assert not has_reader_fence(made.ptx.replace("fence.proxy.async.global;", ""))
