@@ -228,6 +228,8 @@ def _check(
         problems.append(expected("precision", "'fp8' or 'bf16'", repr(options.precision)))
     if options.wgrad_operands not in ("bf16", "fp8"):
         problems.append(expected("wgrad_operands", "'bf16' or 'fp8'", repr(options.wgrad_operands)))
+    if not 0 <= options.steal_us <= 1000:
+        problems.append(expected("steal_us", "a number from 0 to 1000", options.steal_us))
     if options.backend not in ("steps", "cute"):
         problems.append(expected("backend", "'steps' or 'cute'", repr(options.backend)))
     if options.backend == "cute":

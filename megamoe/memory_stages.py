@@ -28,6 +28,7 @@ class PlanOptions:
         is_virtual: all ranks live in this process (a LocalWorld): what is planned is all of them together.
         wgrad_operands: of the recipe, "bf16" or "fp8"; with precision "bf16" it says nothing.
         backend: "steps", the unfused path of torch and Triton, or "cute", the fused kernels.
+        steal_us: of the layer's `OverlapConfig`: above 0 the fused backward of several ranks holds copies for dW13.
     """
 
     weights: Literal["fp8", "bf16", "fp32"] = "bf16"
@@ -35,6 +36,7 @@ class PlanOptions:
     is_virtual: bool = False
     wgrad_operands: Literal["bf16", "fp8"] = "fp8"
     backend: Literal["steps", "cute"] = "steps"
+    steal_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,8 +335,17 @@ def _fused_backward(ledger: Ledger, name: str, call: Call, save: SaveMode) -> No
         Item("~partial sums of dp", 4 * wide // BLOCK, "P * I / 128 * 4"),
         call.out("~dx"),
     )
+    steals = trains and call.ranks > 1 and call.options.steal_us > 0 and call.options.wgrad_operands == "fp8"
+    if steals:
+        copies = call.wgrad_operands("").num_bytes * call.local
+        ledger.hold(Item("~operands of dW13", copies, "P * (2I + H) and scales"))
     ledger.mark(f"{name}fused dgrad")
-    if trains:
+    if steals:
+        width = call.inter + call.hidden
+        copies = call.rows * width + 4 * call.rows * width // BLOCK
+        ledger.hold(Item("~operands of dW2", copies, "P * (I + H) and scales"))
+        ledger.mark(f"{name}wgrad")
+    elif trains:
         ledger.hold(call.wgrad_operands("~operands of wgrad"))
         ledger.mark(f"{name}wgrad")
 

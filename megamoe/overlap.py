@@ -34,6 +34,9 @@ class OverlapConfig:
             autograd. "stream": they are computed on another stream beside the rest of the backward, and
             finished when `backward()` returns. "delayed": they wait for `backward_dw()`. The last two write `.grad` or
             add to `main_grad` themselves; hooks of the parameters don't see them.
+        steal_us: fused kernels on several ranks, with wgrad="inline" and FP8 operands of weight gradients: while dx is
+            in flight, the kernel that computes it takes tasks of dW13 that are estimated to last at most so many
+            microseconds, up to 1000. It costs P * (H + 2I) bytes. 0: none.
         reserve_sms: fused kernels only: SMs that their launches leave to other kernels. All ranks need the same.
         lag: fused kernels only: blocks of 128 rows in a group of the schedule: a group's second GEMM trails its first
             by one group. 0: chosen from the sizes (16 for large experts).
@@ -45,6 +48,7 @@ class OverlapConfig:
     """
 
     wgrad: WgradMode = "inline"
+    steal_us: float = 0.0
     reserve_sms: int = 0
     lag: int = 0
     pull_batch: int = 0
@@ -53,6 +57,12 @@ class OverlapConfig:
         problems = []
         if self.wgrad not in get_args(WgradMode):
             problems.append(expected("wgrad", "'inline', 'stream' or 'delayed'", repr(self.wgrad)))
+        if (
+            not isinstance(self.steal_us, int | float)
+            or isinstance(self.steal_us, bool)
+            or not 0 <= self.steal_us <= 1000
+        ):
+            problems.append(expected("steal_us", "a number from 0 to 1000", repr(self.steal_us)))
         for name, most in (("reserve_sms", 64), ("lag", 1024), ("pull_batch", 16)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:

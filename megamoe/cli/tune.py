@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wgrad-operands", choices=("bf16", "fp8"), help="default: the recipe's")
     parser.add_argument("--clamp", type=float, help="limit of the gated activation")
     parser.add_argument("--wgrad", default="inline,stream", help="'delayed' only where you call backward_dw() yourself")
+    parser.add_argument("--steal-us", default="0,50", help="with several ranks")
     parser.add_argument("--reserve-sms", default="0,4,8")
     parser.add_argument("--lag", default="0,8,32")
     parser.add_argument("--pull-batch", default="0,2,4")
@@ -214,9 +215,12 @@ def _why_not(
 # ---------------------------------------------------------------- the command
 
 
-def space_of(args: argparse.Namespace, is_fused: bool) -> dict[str, Sequence[Any]]:
-    """The values to try, by field."""
-    space: dict[str, Sequence[Any]] = {"wgrad": args.wgrad.split(",")}
+def space_of(args: argparse.Namespace, is_fused: bool, ranks: int) -> dict[str, Sequence[Any]]:
+    """The values to try, by field; tasks are stolen "inline" only, so this is known before other modes are tried."""
+    space: dict[str, Sequence[Any]] = {}
+    if is_fused and ranks > 1:
+        space["steal_us"] = numbers("--steal-us", args.steal_us)
+    space["wgrad"] = args.wgrad.split(",")
     if is_fused:
         space |= {name: integers(f"--{name.replace('_', '-')}", getattr(args, name)) for name in FUSED_ONLY}
     with spelled_as_options():
@@ -224,6 +228,14 @@ def space_of(args: argparse.Namespace, is_fused: bool) -> dict[str, Sequence[Any
             for value in values:
                 OverlapConfig(**{name: value})  # what it refuses, it refuses now
     return space
+
+
+def numbers(argument: str, text: str) -> tuple[float, ...]:
+    """A comma-separated list of numbers."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise MegaMoEValueError(expected(argument, "numbers separated by commas", repr(text))) from None
 
 
 def problem_of(args: argparse.Namespace, group: Any) -> tuple[MoEConfig, ProblemSpec, int]:
@@ -251,7 +263,7 @@ def tune_main(args: argparse.Namespace, timer: Timer = measure) -> int:
     world = group if group is not None else LocalWorld(ranks) if ranks > 1 else None
     layers = TwoLayers(config, recipe, args.backend, spec, world, device)
     backend = layers.layers[0].backend_name()
-    space = space_of(args, BACKENDS[backend].is_fused)
+    space = space_of(args, BACKENDS[backend].is_fused, ranks)
     table = Table() if is_first else None
     if table is not None:
         shape = f"E={config.num_experts} H={config.hidden_size} I={config.intermediate_size} K={config.top_k}"

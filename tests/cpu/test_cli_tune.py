@@ -140,6 +140,11 @@ def test_refusals(options, match, capsys):
 def test_values_of_fused_kernels_are_checked_before_anything_runs():
     args = build_parser("tune").parse_args([*SMALL, "--lag", "0,-8"])
     with pytest.raises(MegaMoEValueError, match="--lag: expected an integer from 0 to 1024, got -8"):
-        tune.space_of(args, is_fused=True)
+        tune.space_of(args, is_fused=True, ranks=1)
     names = {field.name for field in dataclasses.fields(OverlapConfig)}
-    assert set(tune.space_of(build_parser("tune").parse_args(SMALL), is_fused=True)) == names
+    args = build_parser("tune").parse_args(SMALL)
+    assert set(tune.space_of(args, is_fused=True, ranks=2)) == names
+    assert set(tune.space_of(args, is_fused=True, ranks=1)) == names - {"steal_us"}
+    assert set(tune.space_of(args, is_fused=False, ranks=2)) == {"wgrad"}
+    with pytest.raises(MegaMoEValueError, match="--steal-us: expected numbers separated by commas, got 'some'"):
+        tune.numbers("--steal-us", "some")

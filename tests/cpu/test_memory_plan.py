@@ -241,6 +241,8 @@ def test_wgrad_operands_follow_the_recipe() -> None:
 
 
 def test_fused_kernels_run_where_they_run() -> None:
+    with pytest.raises(MegaMoEValueError, match=r"steal_us: expected a number from 0 to 1000, got -1"):
+        memory_plan(CONFIG, options=PlanOptions(steal_us=-1))
     with pytest.raises(MegaMoEValueError, match=r"backend: expected 'steps' or 'cute', got 'triton'"):
         memory_plan(CONFIG, options=PlanOptions(backend="triton"))
     for ranks, options in ((2, PlanOptions(backend="cute")), (1, PlanOptions(precision="bf16", backend="cute"))):
@@ -267,6 +269,18 @@ def test_explanation_adds_up() -> None:
     assert plan.peak_bytes == plan.weights_bytes + plan.copies_bytes + max(s.num_bytes for s in plan.stages)
     assert all(item.name in text for item in (*plan.weights, *plan.copies, *plan.saved, *plan.peak_stage.items))
     assert [human(n) for n in (5, 2048, 3 << 20, 5 << 30)] == ["5 B", "2.0 KiB", "3.0 MiB", "5.00 GiB"]
+
+
+def test_copies_for_stolen_tasks_are_held_through_dgrad() -> None:
+    """P * (2I + H) bytes and scales of each virtual rank; one rank has nobody to wait for."""
+    for ranks, more in ((1, 0), (2, 2)):
+        sizes = [
+            memory_plan(CONFIG, ranks, options=PlanOptions(backend="cute", is_virtual=True, steal_us=us))
+            for us in (0.0, 50.0)
+        ]
+        stage = [next(s for s in plan.stages if s.name == "fused dgrad").num_bytes for plan in sizes]
+        width = 2 * CONFIG.intermediate_size + CONFIG.hidden_size
+        assert stage[1] - stage[0] == more * sizes[0].pool_rows * (width + 4 * width // 128)
 
 
 def test_refusals() -> None:

@@ -38,6 +38,9 @@ def path(tmp_path):
     "fields, match",
     [
         ({"wgrad": "later"}, "wgrad: expected 'inline', 'stream' or 'delayed', got 'later'"),
+        ({"steal_us": 2000}, "steal_us: expected a number from 0 to 1000, got 2000"),
+        ({"steal_us": float("nan")}, "steal_us: expected a number from 0 to 1000, got nan"),
+        ({"steal_us": "all"}, "steal_us: expected a number from 0 to 1000, got 'all'"),
         ({"reserve_sms": -1}, "reserve_sms: expected an integer from 0 to 64, got -1"),
         ({"lag": 2.5}, "lag: expected an integer from 0 to 1024, got 2.5"),
         ({"pull_batch": 17}, "pull_batch: expected an integer from 0 to 16, got 17"),
