@@ -199,3 +199,25 @@ def test_settings_reach_the_fused_launches(monkeypatch):
     problem = make_problem(ProblemSpec((4,), 128, 128, 4, 2))
     run(problem, MoEContext(backend="cute", overlap=overlap))
     assert seen == [overlap, overlap]
+
+
+@pytest.mark.parametrize("mode", ["inline", "stream", "delayed"])
+def test_weight_gradients_beside_other_kernels_take_one_task_a_cta(monkeypatch, mode):
+    """CTAs that end soon give their SMs to the kernels of the next layer; alone on the card they stay."""
+    fake_cute.install(monkeypatch)
+    from cute_kernels import wgrad_launch
+
+    grids = []
+    real = wgrad_launch.weight_gradients
+    note = lambda *a, tasks_per_cta=None, **k: grids.append(tasks_per_cta) or real(*a, **k)  # noqa: E731
+    monkeypatch.setattr(wgrad_launch, "weight_gradients", note)
+    config = MoEConfig(128, 128, num_experts=8, top_k=2)
+    layers = []
+    for wgrad in (mode, "inline"):
+        torch.manual_seed(0)
+        layers.append(MegaMoE(config, backend="cute", overlap=OverlapConfig(wgrad=wgrad)))
+        layers[-1](torch.linspace(-1, 1, 1280).view(10, 128).bfloat16()).sum().backward()
+        layers[-1].backward_dw()
+    assert grids == [1 if mode == "stream" else None, None]
+    for got, want in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        assert_bitwise(got.grad, want.grad, "gradient")
