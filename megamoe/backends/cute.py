@@ -194,6 +194,7 @@ class CuteBackend(StepwiseBackend):
                 Rows(order.codes, p, order.offs, order.counts, gate_up)
                 for order, p, gate_up in zip(orders, saved.weights, gate_ups, strict=True)
             ]
+            offers = _offers(transport, needs, recipe, orders, pools)
             results = fused_backward(
                 shared.workspaces,
                 list(douts),
@@ -202,10 +203,14 @@ class CuteBackend(StepwiseBackend):
                 [mine.fused_t for mine in experts],
                 streams=shared.streams,
                 **chosen,
+                **({"steals": offers} if offers else {}),
             )
             for i, (order, result) in enumerate(zip(orders, results, strict=True)):
                 x_pool = None if pools is None else pools[i]
-                needs.hand(i, self._weight_job(needs, recipe, order, result, x_pool))
+                if offers:
+                    needs.hand(i, functools.partial(_drain, offers[i], result, x_pool))
+                else:
+                    needs.hand(i, self._weight_job(needs, recipe, order, result, x_pool))
         return Grads([r.dx for r in results], [r.dp for r in results], needs.w13, needs.w2)
 
     def _recompute(
@@ -300,6 +305,45 @@ class CuteBackend(StepwiseBackend):
         self._workspaces.clear()
         if "exchange" in vars(self):
             self.exchange.release()  # type: ignore[attr-defined]
+
+
+def _offers(
+    transport: Transport,
+    needs: Needs,
+    recipe: Recipe,
+    orders: Sequence[RowOrder],
+    pools: Sequence[QuantizedRows] | None,
+) -> list[Any]:
+    """What dgrad may take of each local rank's dW13 while dx is on its way; empty: nothing.
+
+    Only of gradients that are due now: nothing older adds to these tensors, and nobody else writes to them.
+    """
+    steal_us = needs.overlap.steal_us
+    if not steal_us or transport.num_ranks == 1 or needs.later is not None or recipe.wgrad_operands != "fp8":
+        return []
+    if needs.w13 is None or pools is None:
+        return []
+    from cute_kernels.backward_offer import offer
+
+    return [
+        offer(order.offs, order.counts, pool.data, pool.scale, dw13, steal_us)
+        for order, pool, dw13 in zip(orders, pools, needs.w13, strict=True)
+    ]
+
+
+def _drain(
+    offered: Any,
+    result: Any,
+    x_pool: QuantizedRows,
+    dw13: torch.Tensor | None,
+    dw2: torch.Tensor | None,
+    accumulate: bool,
+) -> None:
+    """A weight job: what dgrad has left of dW13, which it was offered, and dW2."""
+    from cute_kernels.backward_offer import drain
+
+    assert dw13 is offered.dw13 and not accumulate
+    drain(offered, result.operands(x_pool.data, x_pool.scale), dw2)
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -118,7 +118,10 @@ def fused_backward(
     clamp: float | None = None,
     pow2_scales: bool = False,
     streams: Any = None,
+    steals: Sequence[Offer] = (),
 ) -> list[Any]:
+    for offered in steals:
+        offered.is_open = True
     recipe = Recipe(clamp=clamp, scale_format="pow2" if pow2_scales else "fp32")
     assert all(s.gate_up.shape[0] == w.capacity_rows for s, w in zip(saved, workspaces, strict=True))
     orders = [RowOrder(s.counts, s.offs, s.codes, topk_ids[0].shape[1]) for s in saved]
@@ -188,10 +191,34 @@ def weight_gradients(
             steps.wgrad(a, b, segment, out=out if accumulate else out.fill_(float("nan")), accumulate=accumulate)
 
 
+@dataclasses.dataclass
+class Offer:
+    """Stands for `backward_offer.Offer`."""
+
+    offs: torch.Tensor
+    counts: torch.Tensor
+    x: torch.Tensor
+    x_scale: torch.Tensor
+    dw13: torch.Tensor
+    steal_us: float
+    is_open: bool = False
+
+    made: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        Offer.made += 1
+
+
+def drain(offered: Offer, operands: Operands, dw2: torch.Tensor | None) -> None:
+    assert offered.is_open, "dgrad was not offered it"
+    assert operands.x is offered.x and operands.x_scale is offered.x_scale
+    weight_gradients(operands, offered.offs, offered.counts, offered.dw13, dw2, precision="fp8")
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> cute.CuteBackend:
     """Make backend="cute" run on the CPU with these. The `World`s made are in `World.made`."""
     launch = pytest.importorskip("cute_kernels.launch")
-    from cute_kernels import backward_launch, weights, wgrad_launch
+    from cute_kernels import backward_launch, backward_offer, weights, wgrad_launch
 
     backend = cute.CuteBackend()
     monkeypatch.setitem(cute_backends(), "cute", backend)
@@ -203,12 +230,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> cute.CuteBackend:
     monkeypatch.setattr(backward_launch, "fused_backward", fused_backward)
     monkeypatch.setattr(backward_launch, "prepare_backward_weights", Pair)
     monkeypatch.setattr(wgrad_launch, "weight_gradients", weight_gradients)
+    monkeypatch.setattr(backward_offer, "offer", Offer)
+    monkeypatch.setattr(backward_offer, "drain", drain)
     stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *a: stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda *a, **k: SimpleNamespace(record=lambda: None))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cute, "_on", lambda device: contextlib.nullcontext())
-    World.made = []
+    World.made, Offer.made = [], 0
     return backend
 
 
