@@ -54,7 +54,9 @@ class Binary:
     seconds: float
 
 
-HOST_ONLY = ("launch.py", "backward_launch.py", "symmetric.py", "status.py", "compile.py", "sass.py", "weights.py")
+HOST_ONLY = (
+    "launch.py", "backward_launch.py", "world.py", "symmetric.py", "status.py", "compile.py", "sass.py", "weights.py",
+)  # fmt: skip
 """Files that shape no kernel."""
 FAMILIES = ("wgrad", "backward", "weight_")  # files that begin with one of these belong to kernels of that name only
 
