@@ -325,10 +325,11 @@ def _offers(
         return []
     from cute_kernels.backward_offer import offer
 
-    return [
-        offer(order.offs, order.counts, pool.data, pool.scale, dw13, steal_us)
-        for order, pool, dw13 in zip(orders, pools, needs.w13, strict=True)
-    ]
+    offers = []
+    for order, pool, dw13 in zip(orders, pools, needs.w13, strict=True):
+        assert pool.scale is not None
+        offers.append(offer(order.offs, order.counts, pool.data, pool.scale, dw13, steal_us))
+    return offers
 
 
 def _drain(

@@ -1,4 +1,4 @@
-"""When a fused backward offers dgrad tasks of dW13, on the CPU with emulated launches: same results, and who is asked."""
+"""When a fused backward offers dgrad tasks of dW13, on the CPU with emulated launches: same results, who is asked."""
 
 import pytest
 
