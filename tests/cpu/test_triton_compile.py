@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for SM90, which needs no GPU: no spills, tensor cores, TMA, the right approximations."""
+"""The Triton kernels compiled, which needs no GPU. SM90: no spills, tensor cores, TMA, the right approximations."""
 
 from __future__ import annotations
 
@@ -48,6 +48,17 @@ def check(kernels: list[dict]) -> None:
 
 def test_every_kernel_compiles(tmp_path):
     check(compile_kernels(cache=tmp_path))
+
+
+@pytest.mark.compile_all
+@pytest.mark.parametrize("capability", [80, 89])
+def test_every_kernel_compiles_for_what_else_it_runs_on(capability, tmp_path):
+    """The bf16 recipe from SM80 on, both from SM89: no descriptor in hardware, and at most 99 KB of shared memory."""
+    kernels = compile_kernels("--capability", str(capability), cache=tmp_path)
+    assert all(kernel["shared_bytes"] <= 101_376 for kernel in kernels)
+    assert not any(kernel["tma_loads"] for kernel in kernels)
+    has_fp8 = any(kernel["name"] == "_scaled_wgrad_kernel" for kernel in kernels)
+    assert has_fp8 == (capability >= 89) and any(kernel["name"] == "_plain_gemm_kernel" for kernel in kernels)
 
 
 @pytest.mark.compile_all

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for SM90 without a GPU: every launch inside `compiled_kernels` is compiled and not run.
+"""Compiles Triton kernels without a GPU: every launch inside `compiled_kernels` is compiled and not run.
 
 The launches are those of the real wrappers on CPU tensors: specialisation, descriptors and options are the real ones.
 Must run in a process in which triton was imported without its interpreter.
@@ -17,8 +17,6 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
-
-TARGET = GPUTarget("cuda", 90, 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +41,11 @@ class Compiled:
 class _NoDevice:
     """Stands in for the CUDA driver: names the target, has one device and no stream."""
 
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return TARGET
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -53,12 +54,15 @@ class _NoDevice:
         return 0
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-        return 9, 0
+        return divmod(self._capability, 10)
 
 
 @contextlib.contextmanager
-def compiled_kernels() -> Iterator[list[Compiled]]:
-    """Collects what the launches inside compile to; kernels that were compiled before are collected again."""
+def compiled_kernels(capability: int = 90) -> Iterator[list[Compiled]]:
+    """Collects what the launches inside compile to; kernels that were compiled before are collected again.
+
+    `capability`: of the GPU, 80 for 8.0.
+    """
     found: list[Compiled] = []
     run = JITFunction.run
 
@@ -68,7 +72,7 @@ def compiled_kernels() -> Iterator[list[Compiled]]:
         return kernel
 
     active = triton.runtime.driver._active
-    triton.runtime.driver.set_active(_NoDevice())
+    triton.runtime.driver.set_active(_NoDevice(capability))
     JITFunction.run = compile_only
     try:
         yield found

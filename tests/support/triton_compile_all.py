@@ -1,18 +1,19 @@
-"""Compiles every Triton kernel for SM90 in a process without the interpreter and prints what came out, one JSON a line.
+"""Compiles every Triton kernel in a process without the interpreter and prints what came out, one JSON a line.
 
-python -m tests.support.triton_compile_all [--all]       --all: every tile configuration, not only the chosen ones
+python -m tests.support.triton_compile_all [--all] [--capability 90]
+    --all: every tile configuration, not only the chosen ones; --capability: below 89 the steps of the bf16 recipe alone
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 
 import torch
 
 from megamoe import torch_steps, triton_kernels
-from megamoe.quantize import QuantizedRows
 from megamoe.recipe import Recipe
+from megamoe.routing_plan import RankPlan
 from megamoe.triton_kernels import configs
 from tests.support.steps_cases import random_pool
 from tests.support.triton_compile import Compiled, compiled_kernels
@@ -20,21 +21,17 @@ from tests.support.triton_compile import Compiled, compiled_kernels
 EXPERTS, HIDDEN, INTER, TOKENS, TOP_K = 4, 512, 256, 64, 8
 
 
-def launch_everything(every: bool) -> None:
-    """Calls each step as the layer does: FP8 and one source, or with `every` bf16 and two sources too."""
-    fp8, bf16 = Recipe(), Recipe("bf16")
+def launch_everything(every: bool, recipes: tuple[Recipe, ...]) -> None:
+    """Calls each step as the layer does: with the first recipe and one source, or with `every` all and two sources."""
+    recipe = recipes[0]
     ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K))
     plan = torch_steps.make_plan([ids], EXPERTS)
     mine = plan.ranks[0]
     rows = mine.num_rows
     x, p = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.rand(TOKENS, TOP_K)
-    w13 = torch.randn(EXPERTS, 2 * INTER, HIDDEN).bfloat16()
     triton_kernels.make_plan([ids], EXPERTS, num_rows=rows, checked=False)
-    triton_kernels.quantize_rows(x, fp8)
-    triton_kernels.quantize_weight(w13, fp8, 2)
-    triton_kernels.quantize_weight_with_transpose(w13, fp8, 2)
-    triton_kernels.dequantize(random_pool(rows, HIDDEN, fp8))
-    source = torch_steps.quantize_rows(x, fp8)
+    triton_kernels.quantize_rows(x, recipe)
+    source = torch_steps.quantize_rows(x, recipe)
     for sources in ([source], [source, source]) if every else ([source],):
         triton_kernels.dispatch(sources, mine)
         triton_kernels.dispatch_weights([p] * len(sources), mine)
@@ -42,26 +39,33 @@ def launch_everything(every: bool) -> None:
         triton_kernels.combine([y] * len(sources), plan, 0)
         triton_kernels.combine_weight_grads([torch.rand(rows)] * len(sources), plan, 0)
     gate_up, weight, dh = torch.randn(rows, 2 * INTER).bfloat16(), torch.rand(rows), torch.randn(rows, INTER)
-    for recipe in (fp8, bf16, Recipe(clamp=7.0)) if every else (fp8,):
-        triton_kernels.swiglu(gate_up, weight, recipe)
-        triton_kernels.swiglu_backward(dh, gate_up, weight, recipe)
-    pool, plain = random_pool(rows, HIDDEN, fp8), QuantizedRows(torch.randn(rows, HIDDEN).bfloat16(), None, True)
-    q13 = torch_steps.quantize_weight(w13, fp8, 2)
-    b13 = torch_steps.quantize_weight(w13, bf16, 2)
-    count = None if every else 1
-    for config in configs.FP8_GEMMS if every else configs.FP8_GEMMS[:2]:
-        triton_kernels.grouped_gemm(pool, q13, mine, config=config)
-    for config in configs.BF16_GEMMS[:count]:
-        triton_kernels.grouped_gemm(plain, b13, mine, config=config)
-    for wgrad_config in configs.WGRADS[:count]:
-        triton_kernels.wgrad(gate_up, plain.data, mine, config=wgrad_config)
-    operands = triton_kernels.wgrad_operands(gate_up, pool, mine, fp8)
-    for config in configs.FP8_WGRADS[:count]:
-        triton_kernels.wgrad(*operands, mine, config=config)
+    for each in (*recipes, Recipe(recipe.precision, clamp=7.0)) if every else recipes[:1]:
+        triton_kernels.swiglu(gate_up, weight, each)
+        triton_kernels.swiglu_backward(dh, gate_up, weight, each)
+    for each in recipes:
+        launch_gemms(gate_up, mine, each, every)
+
+
+def launch_gemms(gate_up: torch.Tensor, mine: RankPlan, recipe: Recipe, every: bool) -> None:
+    """The quantisers of weights and the products of one recipe, with the chosen tile or with `every` tile."""
+    w13 = torch.randn(EXPERTS, 2 * INTER, HIDDEN).bfloat16()
+    triton_kernels.quantize_weight(w13, recipe, 2)
+    triton_kernels.quantize_weight_with_transpose(w13, recipe, 2)
+    b13 = torch_steps.quantize_weight(w13, recipe, 2)
+    pool = random_pool(mine.num_rows, HIDDEN, recipe)
+    triton_kernels.dequantize(pool)
+    operands = triton_kernels.wgrad_operands(gate_up, pool, mine, recipe)
+    if recipe.precision == "fp8":
+        gemms, wgrads, chosen = configs.FP8_GEMMS, configs.FP8_WGRADS, 2
+    else:
+        gemms, wgrads, chosen = configs.BF16_GEMMS, configs.WGRADS, 1
+    for config in gemms if every else gemms[:chosen]:
+        triton_kernels.grouped_gemm(pool, b13, mine, config=config)
+    for wgrad_config in wgrads if every else wgrads[:1]:
+        triton_kernels.wgrad(*operands, mine, config=wgrad_config)
     if every:
-        triton_kernels.grouped_gemm(pool, q13, mine, torch.float32)
-        for pair in ((gate_up, plain.data), operands):
-            triton_kernels.wgrad(*pair, mine, torch.empty(EXPERTS, 2 * INTER, HIDDEN).bfloat16(), True)
+        triton_kernels.grouped_gemm(pool, b13, mine, torch.float32)
+        triton_kernels.wgrad(*operands, mine, torch.empty(EXPERTS, 2 * INTER, HIDDEN).bfloat16(), True)
 
 
 def facts(kernel: Compiled) -> dict[str, object]:
@@ -84,8 +88,13 @@ def facts(kernel: Compiled) -> dict[str, object]:
 
 def main() -> None:
     """Print the facts of every kernel."""
-    with compiled_kernels() as found:
-        launch_everything("--all" in sys.argv)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--capability", type=int, default=90)
+    args = parser.parse_args()
+    recipes = (Recipe(), Recipe("bf16")) if args.capability >= 89 else (Recipe("bf16"),)
+    with compiled_kernels(args.capability) as found:
+        launch_everything(args.all, recipes)
     for kernel in found:
         print(json.dumps(facts(kernel)))
 
