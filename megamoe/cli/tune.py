@@ -179,7 +179,8 @@ def search(
                 usable.append(overlap)
         if len(usable) < 2:
             continue
-        progress = Progress((rounds + 1) * len(usable), field)
+        is_first = group is None or dist.get_rank(group) == 0
+        progress = Progress((rounds + 1) * len(usable), field) if is_first else lambda name: None
         variants = {str(overlap): _once(step, overlap) for overlap in usable}
         times = slowest(timer(variants, device, rounds, progress), group)
         for overlap in usable:
@@ -282,6 +283,8 @@ def tune_main(args: argparse.Namespace, timer: Timer = measure) -> int:
         assert read_overlap(args.out, key) == best
         gain = f", {1 - won / base:.1%} faster than the defaults" if won and base and best != OverlapConfig() else ""
         print(f"best: {best}{gain}\nwrote {args.out}: MegaMoE(..., overlap={args.out!r})")
+    if group is not None:
+        dist.destroy_process_group()
     return 0
 
 
