@@ -195,6 +195,8 @@ class CuteBackend(StepwiseBackend):
                 for order, p, gate_up in zip(orders, saved.weights, gate_ups, strict=True)
             ]
             offers = _offers(transport, needs, recipe, orders, pools)
+            if offers:
+                chosen["steals"] = offers
             results = fused_backward(
                 shared.workspaces,
                 list(douts),
@@ -203,7 +205,6 @@ class CuteBackend(StepwiseBackend):
                 [mine.fused_t for mine in experts],
                 streams=shared.streams,
                 **chosen,
-                **({"steals": offers} if offers else {}),
             )
             for i, (order, result) in enumerate(zip(orders, results, strict=True)):
                 x_pool = None if pools is None else pools[i]
@@ -335,7 +336,7 @@ def _offers(
 def _drain(
     offered: Any,
     result: Any,
-    x_pool: QuantizedRows,
+    x_pool: QuantizedRows | None,
     dw13: torch.Tensor | None,
     dw2: torch.Tensor | None,
     accumulate: bool,
@@ -343,7 +344,7 @@ def _drain(
     """A weight job: what dgrad has left of dW13, which it was offered, and dW2."""
     from cute_kernels.backward_offer import drain
 
-    assert dw13 is offered.dw13 and not accumulate
+    assert x_pool is not None and dw13 is offered.dw13 and not accumulate
     drain(offered, result.operands(x_pool.data, x_pool.scale), dw2)
 
 
