@@ -11,8 +11,12 @@ pytest.importorskip("cutlass")
 
 from cute_kernels import backward_launch, backward_offer
 from cute_kernels.backward_problem import TURN_COLUMNS, TURNED, TURNS, W13
+from megamoe.cli.problem import ProblemSpec, make_problem
+from megamoe.overlap import OverlapConfig
 from tests.gpu.test_cute_backward import Backward
 from tests.gpu.test_cute_forward import TIMEOUT_S, Case, World
+from tests.support.compare import assert_bitwise
+from tests.support.moe_calls import context_for, run
 
 DELAY_US = 2000  # far more than all tasks take
 
@@ -125,3 +129,15 @@ def test_long_tasks_are_left_to_the_drain():
         assert taken == tiles * sum(0 < n <= 128 for n in counts), (counts, cursors)
         _, cursors = s.stealing(torch.bfloat16, DELAY_US, steal_us=0.0)
         assert all(c[W13] == 0 for c in cursors)
+
+
+@pytest.mark.parametrize("save", ["pool", "recompute"])
+def test_layer_calls_give_the_bits_of_calls_that_steal_nothing(save):
+    problem = make_problem(ProblemSpec((150, 187, 0, 60), 256, 128, 8, 4, "masked"), device=torch.device("cuda"))
+    results = [
+        run(problem, context_for(problem, backend="cute", save=save, overlap=OverlapConfig(steal_us=steal_us))).joined()
+        for steal_us in (0.0, 50.0)
+    ]
+    torch.cuda.synchronize()
+    for name, want in results[0].items():
+        assert_bitwise(results[1][name], want, name)
