@@ -20,17 +20,19 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from checkpoints import convert_to_fp8
+from checkpoints import CheckpointError, convert_to_fp8
 from megamoe import LocalWorld, MegaMoE, Recipe
 from megamoe.cli.problem import Problem, ProblemSpec
 from megamoe.cli.stages import run_oracle, verify_problem
 from megamoe.cli.verify import HEADER as STAGE_HEADER
-from megamoe.cli.verify import Progress, cells, decibels
+from megamoe.cli.verify import Progress, cells, decibels, device_of
+from megamoe.errors import MegaMoEError, MegaMoEValueError, expected
 from megamoe.gates import GATES, sqnr_db, worst_row
 from megamoe.layer import WeightFormat
 from megamoe.quantize import QuantizedWeight, quantize_weight
 
 LAYER = 1
+NUM_GROUPS = 4
 GATE = GATES["fp8"]
 ROUNDING_DB = 200.0
 """Least agreement of two fp64 computations."""
@@ -63,9 +65,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError:
         print("transformers: expected an installed package, got none. pip install 'megamoe[test]'", file=sys.stderr)
         return 2
-    with contextlib.ExitStack() as stack:
-        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        return run(args, folder)
+    try:
+        check_options(args)
+        with contextlib.ExitStack() as stack:
+            folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            return run(args, folder)
+    except (MegaMoEError, CheckpointError, OSError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse sizes of which there is no such model, and devices that are not here."""
+    sizes = ("tokens", "hidden", "intermediate")
+    problems = [expected(f"--{n}", "at least 1", getattr(args, n)) for n in sizes if getattr(args, n) < 1]
+    if args.experts < 1 or args.experts % NUM_GROUPS:
+        problems.append(expected("--experts", f"a multiple of the {NUM_GROUPS} groups", args.experts))
+    elif not 1 <= args.top_k <= args.experts // 2:
+        problems.append(expected("--top-k", f"1 to the {args.experts // 2} experts of two groups", args.top_k))
+    if args.break_expert is not None and not 0 <= args.break_expert < args.experts:
+        problems.append(expected("--break-expert", f"an expert below {args.experts}", args.break_expert))
+    if problems:
+        raise MegaMoEValueError("\n".join(problems))
+    device_of(args.device)
 
 
 def run(args: argparse.Namespace, folder: Path) -> int:
@@ -127,7 +149,7 @@ def write_checkpoint(args: argparse.Namespace, folder: Path) -> None:
         n_routed_experts=args.experts,
         n_shared_experts=1,
         num_experts_per_tok=args.top_k,
-        n_group=4,
+        n_group=NUM_GROUPS,
         topk_group=2,
         routed_scaling_factor=2.5,
         num_attention_heads=2,

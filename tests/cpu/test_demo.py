@@ -70,3 +70,24 @@ def test_without_transformers_it_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert demo.main(SMALL) == 2
     assert "transformers: expected an installed package, got none. pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (
+            ["--hidden", "0", "--tokens", "-1"],
+            "demo: --tokens: expected at least 1, got -1.\n--hidden: expected at least 1, got 0",
+        ),
+        (["--experts", "6"], "demo: --experts: expected a multiple of the 4 groups, got 6"),
+        (["--top-k", "9"], "demo: --top-k: expected 1 to the 8 experts of two groups, got 9"),
+        (["--break-expert", "16"], "demo: --break-expert: expected an expert below 16, got 16"),
+        (["--device", "bogus"], "demo: --device: expected cpu.*, got 'bogus'"),
+        (["--folder", "/proc/nowhere"], "demo: .*No such file.*/proc/nowhere"),
+        (["--backend", "cute"], "demo: backend: 'cute' does not run this"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_refusals(options, message, capsys):
+    assert demo.main([*SMALL, *options]) == 1
+    assert re.search(message, capsys.readouterr().err)
