@@ -34,7 +34,7 @@ from megamoe.recipe import Recipe
 from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, Saved
 
 GROUP_SHAPES = SHAPES | {"V3": Shape(256, 7168, 2048, 8, 8192)}
-"""Shapes with all experts of the model, which the ranks share: V3 is DeepSeek-V3."""
+"""V3: DeepSeek-V3 with all its experts, which the ranks share; T is that of each rank."""
 
 VARIANTS = ("cute_symmetric", "cute_nccl", "triton")
 PASSES = ("forward", "fwd_bwd")
@@ -256,6 +256,17 @@ def add_overlap(records: list[Record]) -> None:
             r["exchange_hidden"] = (math_us + exchange_us - r["us"]) / exchange_us
 
 
+def shape_of(name: str) -> Shape:
+    """A shape by its name or its four numbers; its T is that of one rank."""
+    if name in GROUP_SHAPES:
+        return GROUP_SHAPES[name]
+    try:
+        experts, hidden, inter, top_k = (int(part) for part in name.split(","))
+    except ValueError:
+        raise MegaMoEValueError(expected("--shapes", f"{', '.join(GROUP_SHAPES)} or E,H,I,K", repr(name))) from None
+    return Shape(experts, hidden, inter, top_k, 1024)
+
+
 def specs_of(args: argparse.Namespace, num_ranks: int) -> list[tuple[str, ProblemSpec]]:
     """The shapes that the options name, with as many tokens on every rank."""
     from megamoe.cli.bench import shape_names
@@ -263,17 +274,8 @@ def specs_of(args: argparse.Namespace, num_ranks: int) -> list[tuple[str, Proble
 
     found: list[tuple[str, ProblemSpec]] = []
     for name in shape_names(args.shapes):
-        if name in GROUP_SHAPES:
-            shape = GROUP_SHAPES[name]
-        else:
-            try:
-                experts, hidden, inter, top_k = (int(part) for part in name.split(","))
-                shape = Shape(experts, hidden, inter, top_k, 1024 * num_ranks)
-            except ValueError:
-                raise MegaMoEValueError(
-                    expected("--shapes", f"{', '.join(GROUP_SHAPES)} or E,H,I,K", repr(name))
-                ) from None
-        each = (args.tokens or shape.num_tokens) // num_ranks
+        shape = shape_of(name)
+        each = args.tokens // num_ranks if args.tokens else shape.num_tokens
         for tokens in integers("--tokens-per-rank", args.tokens_per_rank) if args.tokens_per_rank else (each,):
             sizes = (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
             found.append((name, ProblemSpec((tokens,) * num_ranks, *sizes)))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megamoe.backends import BACKENDS, Problem, resolve
+from megamoe.cli import group_run
 from megamoe.cli.problem import SHAPES, ProblemSpec, Shape
 from megamoe.errors import MegaMoEValueError, expected
 from megamoe.recipe import Recipe
@@ -49,9 +50,19 @@ def shape_of(name: str, tokens: int) -> Shape:
 
 def trace_main(arguments: argparse.Namespace) -> int:
     """Runs the fused kernel a few times with stamps; the last time is shown."""
+    if not group_run.launched():
+        return show(traced(arguments), arguments)
+    from megamoe.cli.trace_group import traced_over
+
+    with group_run.membership("cuda") as member:
+        events = traced_over(member, arguments)
+        return show(events, arguments) if member.rank == 0 else 0
+
+
+def show(events: list, arguments: argparse.Namespace) -> int:
+    """Prints the table and writes both files."""
     from cute_kernels import trace
 
-    events = traced(arguments)
     print(trace.table(trace.shares(events)))
     print(f"One launch, {(max(e.end_ns for e in events) - min(e.begin_ns for e in events)) / 1e3:.0f} us. Loading and")
     print("computing include waits for the other inside a tile; what is missing to 100 % is idle, or not yet begun.")

@@ -1,6 +1,7 @@
 """`megamoe verify` and `bench` under torchrun: the bits of one rank, faults found, the same status on all ranks."""
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -12,9 +13,11 @@ import torch.distributed as dist
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.trace import Event
 from megamoe.cli import bench_group, group_run
 from megamoe.cli.group_run import Member, verify_over
 from megamoe.cli.problem import ProblemSpec, make_problem
+from megamoe.cli.trace_group import on_one_clock
 from megamoe.errors import MegaMoEValueError
 from megamoe.recipe import Recipe
 from tests.cpu.test_cute_groups import by_emulation
@@ -128,3 +131,13 @@ def test_bench_shows_the_parts_beside_the_whole():
     assert whole["bytes_back_per_rank"] == 2 * whole["bytes_out_per_rank"] > 0
     assert found["forward", "cute_nccl"]["least_sqnr_db"] is None, "the bits of the first variant"
     assert exchange["tflops_per_rank"] is None and found["fwd_bwd", "cute_nccl"]["tflops_per_rank"] > 0
+
+
+def test_traces_of_all_gpus_are_put_on_one_clock():
+    event = functools.partial(Event, 0, 0, "loader", block=0, n=0)
+    ranks = [
+        [event("wait: headers", 100, 130), event("GEMM 1", 140, 190)],
+        [event("wait: headers", 5000, 5010), event("GEMM 1", 5020, 5100)],
+    ]
+    joined = on_one_clock(ranks, "wait: headers")
+    assert [(e.begin_ns, e.end_ns) for e in joined] == [(100, 130), (140, 190), (120, 130), (140, 220)]
