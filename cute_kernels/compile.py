@@ -156,6 +156,8 @@ def _publish(key: str, result: Any) -> None:
             made = Path(temporary) / "kernel.o"
             result.export_to_c(str(made), function_name=_ENTRY)
             data = made.read_bytes()
+            if _load(made) is None:  # nobody else should meet it
+                return
             digest = hashlib.sha256(data).hexdigest()
             name = f"{key}-{digest[:16]}.o"
             os.replace(made, folder / name)
@@ -177,8 +179,16 @@ def _from_disk(key: str) -> Callable | None:
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    function = _load(path)
+    counts.from_disk += function is not None
+    return function
+
+
+def _load(path: Path) -> Callable | None:
+    """The entry of an object file; None if it cannot be loaded here: made for another system, or without the entry."""
     from cutlass import cute
 
-    function = getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), _ENTRY)
-    counts.from_disk += 1
-    return function
+    try:
+        return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), _ENTRY)
+    except Exception:  # the DSL has errors of its own, and names them anew in every version
+        return None

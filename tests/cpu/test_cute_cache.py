@@ -78,6 +78,26 @@ def test_many_processes_find_damage_at_once(fresh, kept):  # noqa: F811
     assert again == [[0, 1]] * 4
 
 
+@pytest.mark.parametrize("content", ["garbage", "another ELF", "no entry"])
+def test_an_object_that_does_not_load_is_made_again(fresh, content):  # noqa: F811
+    """Its hash is right, yet it is of no use here: a file from another system, or of another version."""
+    get()
+    (made,) = fresh.glob("*.o")
+    (index,) = fresh.glob("*.json")
+    data = made.read_bytes()
+    wrong = {
+        "garbage": b"not an object file" * 100,
+        "another ELF": data[:18] + b"\xb7" + data[19:],  # e_machine of AArch64
+        "no entry": data.replace(b"megamoe_kernel", b"megamoe_kernal"),
+    }[content]
+    assert wrong != data
+    made.write_bytes(wrong)
+    index.write_text(json.dumps({"object": made.name, "sha256": hashlib.sha256(wrong).hexdigest()}))
+    code = "from tests.cpu.test_cute_cache import counted, get; get(); print(*counted())"
+    assert in_new_process(code, MEGAMOE_CACHE_DIR=str(fresh)) == "1 0", "compiled, not loaded"
+    assert in_new_process(code, MEGAMOE_CACHE_DIR=str(fresh)) == "0 1"
+
+
 def in_new_process(code: str, *arguments: str, **environment: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-c", code, *arguments]

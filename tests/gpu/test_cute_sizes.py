@@ -15,6 +15,8 @@ from cute_kernels import launch
 from megamoe import MegaMoE, MoEConfig, MoEContext, Recipe, mega_moe
 from megamoe import torch_steps as steps
 from megamoe.cli.problem import ProblemSpec, make_problem
+from tests.cpu.test_cute_cache import in_new_process
+from tests.cpu.test_cute_compile import Scale, build
 from tests.support.compare import assert_bitwise
 from tests.support.moe_calls import context_for, run
 from tests.support.poison import nan_like
@@ -131,3 +133,24 @@ def test_memory_handed_out_again_at_once():
                 torch.empty(size, device="cuda").fill_(float("nan"))
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), f"run {n}"
+
+
+def test_what_was_compiled_without_a_gpu_runs_here(tmp_path, monkeypatch):
+    """In a process that sees no GPU, for the architecture that is said, never for a default; loaded and run here, with
+    every length, also none."""
+    code = (
+        "import torch; from tests.cpu.test_cute_cache import counted, get; "
+        "get(); print(torch.cuda.device_count(), *counted())"
+    )
+    hidden = {"CUDA_VISIBLE_DEVICES": "", compile_module.CACHE_VARIABLE: str(tmp_path)}
+    assert in_new_process(code, **hidden) == "0 1 0"
+    monkeypatch.setenv(compile_module.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(compile_module, "_loaded", {})
+    monkeypatch.setattr(compile_module, "counts", compile_module.Counts())
+    scale = compile_module.compiled("scale", Scale(3), build(3))
+    assert (compile_module.counts.compiled, compile_module.counts.from_disk) == (0, 1)
+    for n in (0, 1, 2, 3, 31, 32, 33, 300):
+        x = torch.arange(n, device="cuda", dtype=torch.float32)
+        out = nan_like(x)
+        scale(x, out, n)
+        assert torch.equal(out, 3 * x), n
