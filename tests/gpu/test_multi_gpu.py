@@ -28,3 +28,30 @@ def test_one_process_a_gpu(num_ranks):
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_when_a_process_is_gone_the_others_leave():
+    base = {
+        **os.environ,
+        "MEGAMOE_TIMEOUT_S": "5",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29611",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.group_cases", "vanish"],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, said = processes[0].communicate(timeout=150)  # compiling included
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[0].returncode not in (0, None) and "MegaMoETimeout" in said, said[-3000:]
