@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from tests.cpu.test_layer_groups import check, local
 from tests.support import fake_symmetric
 from tests.support.compare import assert_bitwise
 from tests.support.distributed import run_ranks
+from tests.support.source_tree import ROOT
 
 SPEC = dict(hidden=128, intermediate=128, num_experts=8, top_k=2)
 
@@ -309,3 +312,39 @@ def test_capacity_too_small_is_refused_on_all_ranks():
 
 def test_release_of_what_is_not_kept_does_nothing():
     assert BACKENDS["cute"].release() is None
+
+
+VANISH = """
+import os, sys, torch, torch.distributed as dist
+from datetime import timedelta
+from megamoe import MoEContext, mega_moe
+from megamoe.cli.problem import ProblemSpec, make_problem
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=10))
+problem = make_problem(ProblemSpec((20, 13), 128, 128, 8, 2))
+context = MoEContext(world=dist.group.WORLD, backend="torch")
+for step in range(10):
+    w13, w2 = problem.weights_of(rank)
+    x = problem.xs[rank].clone().requires_grad_()
+    mega_moe(x, problem.topk_ids[rank], problem.topk_weights[rank], w13, w2, context=context).sum().backward()
+    if rank == 1 and step == 2:
+        os._exit(0)
+"""
+
+
+def test_when_a_process_is_gone_the_others_leave(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", VANISH]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, said = processes[0].communicate(timeout=120)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert processes[0].returncode == 1 and "Error" in said, said[-2000:]

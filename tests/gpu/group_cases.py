@@ -301,7 +301,7 @@ CASES: dict[str, Callable[[Member], str]] = {case.__name__: case for case in _AL
 
 def vanish(member: Member) -> None:
     """The last rank's process is gone after three steps: the others leave with an error, by their watchdog, instead of
-    waiting half alive. Run alone, with MEGAMOE_TIMEOUT_S, and each process started by itself: torchrun would end them."""
+    waiting half alive. Run alone, with MEGAMOE_TIMEOUT_S; start each process by itself, as torchrun would end them."""
     options: dict[str, Any] = dict(capacity="worst", max_tokens_per_rank=160)  # sizes that nobody asks peers for
     context = MoEContext(world=member.group, backend="cute", transport="symmetric", **options)
     problem = problem_of(member, 13)
