@@ -174,7 +174,7 @@ def backward_op(
             [_packed(dout.to(torch.bfloat16)) for dout in douts],
             unpack(saved, [_packed(x) for x in xs], [_packed(ids) for ids in topk_ids], backend, context, save),
             split_experts(experts, num_local),
-            Needs(needs[0], needs[1], into[0], into[1], later, context.overlap),
+            Needs(needs[0], needs[1], into[0], into[1], later, context.overlap, context.debug),
         )
     found: list[Tensor] = []
     for need, per_rank in zip(needs, (grads.dx, grads.dp), strict=False):

@@ -128,6 +128,7 @@ class Needs:
             are overwritten, with zeros for experts without rows.
         later: who takes weight gradients instead, to compute them later; w13 and w2 are None then.
         overlap: settings of fused kernels.
+        debug: look for errors after the call, which synchronises.
     """
 
     x: bool = True
@@ -136,6 +137,7 @@ class Needs:
     w2: list[torch.Tensor] | None = None
     later: Later | None = None
     overlap: OverlapConfig = OverlapConfig()
+    debug: bool = False
 
     @property
     def wants_w13(self) -> bool:

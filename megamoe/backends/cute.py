@@ -212,6 +212,8 @@ class CuteBackend(StepwiseBackend):
                     needs.hand(i, functools.partial(_drain, offers[i], result, x_pool))
                 else:
                     needs.hand(i, self._weight_job(needs, recipe, order, result, x_pool))
+        if needs.debug:
+            shared.check()
         return Grads([r.dx for r in results], [r.dp for r in results], needs.w13, needs.w2)
 
     def _recompute(

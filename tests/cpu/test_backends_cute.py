@@ -162,6 +162,28 @@ def test_errors_of_a_call_are_raised_with_debug(code, error, resets):
     run(problem, context)
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_errors_of_a_backward_are_raised_with_debug(monkeypatch, debug):
+    from cute_kernels import backward_launch
+
+    problem = make_problem(ProblemSpec((13,), 128, 128, 4, 2))
+    context = context_for(problem, backend="cute", debug=debug)
+    launch = backward_launch.fused_backward
+
+    def failing(*arguments, **options):
+        World.made[-1].failure = status.CallError("call 2: timeout", status.TIMEOUT)
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(backward_launch, "fused_backward", failing)
+    if debug:
+        with pytest.raises(MegaMoETimeout, match="call 2: timeout"):
+            run(problem, context)
+        assert World.made[-1].failure is None and World.made[-1].resets == 1
+    else:
+        run(problem, context)
+        assert World.made[-1].failure is not None, "nobody looked, nobody waited"
+
+
 def test_errors_of_an_earlier_call_are_raised_in_our_types(monkeypatch):
     problem = make_problem(ProblemSpec((13,), 128, 128, 4, 2))
     context = context_for(problem, backend="cute")
