@@ -1,8 +1,9 @@
 """Measure how a layer of a given shape overlaps best, and write it to a file that `MegaMoE(..., overlap=FILE)` reads.
 
 A step of two layers, forward and backward, is timed under one setting after the other: of each field in turn the values
-that were asked for, with the best of the fields before; a round times all of them, every round in another order. With
-several processes (torchrun) a step's time is that of the slowest rank. What changes a bit of the results has no time.
+that were asked for, with the best of the fields before, and the defaults; a round times all of them, every round in another
+order. What wins is timed against the defaults once more, and taken if it still wins. With several processes (torchrun) a
+step's time is that of the slowest rank. What changes a bit of the results has no time.
 """
 
 from __future__ import annotations
@@ -50,18 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reserve-sms", default="0,4,8")
     parser.add_argument("--lag", default="0,8,32")
     parser.add_argument("--pull-batch", default="0,2,4")
-    parser.add_argument("--rounds", type=int, default=10, help="steps under each setting")
-    parser.add_argument("--least-gain", type=float, default=0.5, help="per cent for which a value is worth a change")
+    parser.add_argument("--rounds", type=int, default=15, help="steps under each setting; twice as many in the end")
+    parser.add_argument("--least-gain", type=float, default=1.0, help="per cent for which a value is worth a change")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--out", default="overlap.json", help="what else stands in this file stays there")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One setting in the table: microseconds on the slowest rank, or why there are none."""
+    """One setting in the table: microseconds on the slowest rank and those of the defaults in the same run, or why not."""
 
     overlap: OverlapConfig
     us: float | None
+    us_default: float | None = None
     note: str = ""
 
 
@@ -166,30 +168,45 @@ def search(
     Returns:
         (setting, rows). Settings that are refused, or whose bits are not those of the default, have no time.
     """
-    best, want = OverlapConfig(), digest(step(OverlapConfig()))
-    seen: dict[OverlapConfig, Row] = {}
+    default = OverlapConfig()
+    best, want = default, digest(step(default))
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        show(row)
+
+    def timed(settings: Sequence[OverlapConfig], rounds: int, title: str) -> dict[OverlapConfig, float]:
+        is_first = group is None or dist.get_rank(group) == 0
+        progress = Progress((rounds + 1) * len(settings), title) if is_first else lambda name: None
+        variants = {str(overlap): _once(step, overlap) for overlap in settings}
+        times = slowest(timer(variants, device, rounds, progress), group)
+        return {overlap: times[str(overlap)] for overlap in settings}
+
     for field, values in space.items():
-        usable = []
-        for overlap in candidates(best, field, values):
-            note = "" if overlap == best else _why_not(step, overlap, want, group)
+        usable, others = list(dict.fromkeys([default, best])), candidates(best, field, values)
+        for overlap in [o for o in others if o not in usable]:
+            note = _why_not(step, overlap, want, group)
             if note:
-                seen[overlap] = Row(overlap, None, note)
-                show(seen[overlap])
+                add(Row(overlap, None, note=note))
             else:
                 usable.append(overlap)
-        if len(usable) < 2:
+        if usable[-1] in (default, best):  # no other value
             continue
-        is_first = group is None or dist.get_rank(group) == 0
-        progress = Progress((rounds + 1) * len(usable), field) if is_first else lambda name: None
-        variants = {str(overlap): _once(step, overlap) for overlap in usable}
-        times = slowest(timer(variants, device, rounds, progress), group)
+        times = timed(usable, rounds, field)
         for overlap in usable:
-            seen[overlap] = Row(overlap, times[str(overlap)])
-            show(seen[overlap])
-        winner = min(usable, key=lambda overlap: times[str(overlap)])
-        if times[str(winner)] < times[str(best)] * (1 - least_gain):
+            add(Row(overlap, times[overlap], times[default]))
+        winner = min(usable, key=times.__getitem__)
+        if times[winner] < times[best] * (1 - least_gain):
             best = winner
-    return best, list(seen.values())
+    if best == default:
+        return best, rows
+    times = timed([default, best], 2 * rounds, "again")
+    is_better = times[best] < times[default] * (1 - least_gain)
+    add(
+        Row(best, times[best], times[default], "again: taken" if is_better else "again: no gain, the defaults are kept")
+    )
+    return best if is_better else default, rows
 
 
 def _once(step: Callable[[OverlapConfig], object], overlap: OverlapConfig) -> Callable[[], object]:
@@ -265,16 +282,14 @@ def tune_main(args: argparse.Namespace, timer: Timer = measure) -> int:
     layers = TwoLayers(config, recipe, args.backend, spec, world, device)
     backend = layers.layers[0].backend_name()
     space = space_of(args, BACKENDS[backend].is_fused, ranks)
-    table = Table() if is_first else None
-    if table is not None:
+    if is_first:
         shape = f"E={config.num_experts} H={config.hidden_size} I={config.intermediate_size} K={config.top_k}"
         print(f"{shape} T={ranks * spec.num_tokens[0]} {args.routing} R={ranks}, backend {backend} on {device}")
     best, rows = search(
         layers.step, space, device, rounds=args.rounds, least_gain=args.least_gain / 100, timer=timer, group=group,
-        show=table or (lambda row: None),
+        show=Table() if is_first else lambda row: None,
     )  # fmt: skip
-    times = {row.overlap: row.us for row in rows}
-    base, won = times.get(OverlapConfig()), times.get(best)
+    won, base = next(((row.us, row.us_default) for row in reversed(rows) if row.overlap == best), (None, None))
     if is_first:
         sizes = (config.num_experts, config.hidden_size, config.intermediate_size, config.top_k)
         key = OverlapKey.of(device, sizes, ranks, recipe)
@@ -292,20 +307,14 @@ class Table:
     """Prints each setting as soon as it has been measured."""
 
     def __init__(self) -> None:
-        self._base: float | None = None
-        self._shown: set[OverlapConfig] = set()
+        print(f"{'setting':<52}{'ms':>9}{'to defaults':>13}")
 
     def __call__(self, row: Row) -> None:
-        if not self._shown:
-            print(f"{'setting':<52}{'ms':>9}{'to first':>10}")
-        if row.overlap in self._shown:
-            return
-        self._shown.add(row.overlap)
-        if row.us is None:
+        if row.us is None or row.us_default is None:
             print(f"{row.overlap!s:<52}  {row.note}", flush=True)
-            return
-        self._base = self._base or row.us
-        print(f"{row.overlap!s:<52}{row.us / 1e3:>9.3f}{row.us / self._base - 1:>+10.1%}", flush=True)
+        else:
+            change = row.us / row.us_default - 1
+            print(f"{row.overlap!s:<52}{row.us / 1e3:>9.3f}{change:>+13.1%}  {row.note}".rstrip(), flush=True)
 
 
 def _join(device: str | None) -> Any:
