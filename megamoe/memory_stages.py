@@ -102,7 +102,7 @@ class Call:
         both = save != "none"
         held = [] if kind == precision and not self.is_fused else [Item(f"{name}forward copy", size, each)]
         held += [Item(f"{name}transposed copy", size, each)] if both else []
-        if self.is_fused:
+        if self.is_fused and kind == "fp8":  # others are quantised straight into the kernels' order
             tables = 3 * self.hidden * self.inter // 2 * (1 + both)
             held.append(Item(f"{name}kernel order tables", tables, "8 bytes a 16 of one expert's weights"))
         return held
@@ -304,11 +304,6 @@ def _backward(ledger: Ledger, name: str, call: Call, save: SaveMode) -> None:
 
 def _fused_forward(ledger: Ledger, name: str, call: Call, save: SaveMode) -> None:
     """`CuteBackend.forward`, behind the copies that weights which train get every time."""
-    if call.options.weights != "fp8":
-        plain = call.elements + call.scales
-        ledger.hold(Item("~plain copies", plain * (1 if save == "none" else 2), "until they are in kernel order"))
-        ledger.mark(f"{name}copies of weights")
-        ledger.drop("~plain copies")
     if save != "none":
         ledger.hold(_passing(call.row_order), _passing(call.row_weights))
     if save in ("pool", "repull"):

@@ -35,6 +35,12 @@ class Quantizer(Protocol):
         """The operand of the forward and, if asked for, that of the backward."""
         ...
 
+    def quantize_experts(
+        self, w13: torch.Tensor, w2: torch.Tensor, recipe: Recipe, transposed: bool
+    ) -> ExpertWeights | None:
+        """Both weights quantised straight into the order of a fused kernel; None: by way of `copy_weight`."""
+        ...
+
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """The weights with `fused` and, where there are transposed ones, `fused_t`."""
         ...
@@ -210,6 +216,9 @@ class WeightCopies:
 
 def make_experts(backend: Quantizer, masters: Masters, recipe: Recipe, *, transposed: bool) -> ExpertWeights:
     """The operands of a forward and, if asked for, of a backward."""
+    made = backend.quantize_experts(masters.w13.detach(), masters.w2.detach(), recipe, transposed)
+    if made is not None:
+        return made
     w13, w13_t = make_copy(backend, masters.w13, masters.w13_scale, row_groups=2, recipe=recipe, transposed=transposed)
     w2, w2_t = make_copy(backend, masters.w2, masters.w2_scale, row_groups=1, recipe=recipe, transposed=transposed)
     return backend.prepare(ExpertWeights(w13, w2, w13_t, w2_t))

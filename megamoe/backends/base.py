@@ -83,6 +83,12 @@ class Backend(Protocol):
     is_fused: bool
     """Whether its kernels read the weights in an order of their own, which `prepare` makes."""
 
+    def quantize_experts(
+        self, w13: torch.Tensor, w2: torch.Tensor, recipe: Recipe, transposed: bool
+    ) -> ExpertWeights | None:
+        """Both weights quantised straight into that order; None: by `copy_weight`, then `prepare`."""
+        ...
+
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """The weights with `fused` and, where there are transposed ones, `fused_t`."""
         ...

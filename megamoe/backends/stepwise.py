@@ -51,6 +51,11 @@ class StepwiseBackend:
             return self.steps.quantize_weight_with_transpose(weight, recipe, row_groups)
         return self.steps.quantize_weight(weight, recipe, row_groups), None
 
+    def quantize_experts(
+        self, w13: torch.Tensor, w2: torch.Tensor, recipe: Recipe, transposed: bool
+    ) -> ExpertWeights | None:
+        return None
+
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         return weights
 

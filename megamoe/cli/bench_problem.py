@@ -113,6 +113,10 @@ class BenchProblem:
         """Each rank's weights as the backend reads them, quantised beforehand."""
         mine = []
         for w13, w2 in zip(self.w13.chunk(self.spec.num_ranks), self.w2.chunk(self.spec.num_ranks), strict=True):
+            made = backend.quantize_experts(w13, w2, self.recipe, transposed)
+            if made is not None:
+                mine.append(made)
+                continue
             w13_q, w13_t = backend.copy_weight(w13, 2, self.recipe, transposed)
             w2_q, w2_t = backend.copy_weight(w2, 1, self.recipe, transposed)
             mine.append(backend.prepare(ExpertWeights(w13_q, w2_q, w13_t, w2_t)))

@@ -233,7 +233,7 @@ def test_tiles_that_are_done_are_left_alone(source):
             x, queue, scales, out=out, done=torch.tensor([done], dtype=torch.int32, device="cuda")
         )
         assert got[0] is out[0] and got[1] is out[1]
-        for block in range(whole[0].shape[0]):
+        for block in range(4):  # behind them lies one without rows
             for column in range(0, width, 128):
                 at = block, slice(column, column + 128)
                 skipped = block * 2 + column // 1024 < done
