@@ -202,19 +202,23 @@ def draw(losses: dict[str, list[list[float]]], path: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    whole, end = figure.subplots(1, 2)
-    for colour, (name, seeds) in zip(("#444444", "#4a7fb5", "#d98c4a", "#74b08a"), losses.items(), strict=False):
-        for i, seed in enumerate(seeds):
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    whole, apart = figure.subplots(1, 2)
+    styles = (("#444444", 1.0, "-"), ("#4a7fb5", 2.4, "-"), ("#d98c4a", 0.9, "--"))
+    for (colour, width, dashes), (name, seeds) in zip(styles, losses.items(), strict=False):
+        for i, (seed, bf16) in enumerate(zip(seeds, losses[BF16.name], strict=True)):
             label = name if i == 0 else None
-            whole.plot(seed, color=colour, linewidth=0.8, label=label, alpha=0.8)
-            third = len(seed) // 3
-            smooth = torch.tensor(seed).unfold(0, min(10, len(seed)), 1).mean(1).tolist()
-            end.plot(range(len(seed) - len(smooth[-third:]), len(seed)), smooth[-third:], color=colour, linewidth=0.9)
-    whole.set_xlabel("step")
-    whole.set_ylabel("loss, nats a byte")
-    whole.legend(frameon=False)
-    end.set_xlabel("step, the last third; means of 10 steps")
+            whole.plot(seed, color=colour, linewidth=width / 2, linestyle=dashes, label=label)
+            difference = torch.tensor(seed) - torch.tensor(bf16)
+            smooth = difference.unfold(0, min(10, len(seed)), 1).mean(1).tolist()
+            apart.plot(smooth, color=colour, linewidth=width, linestyle=dashes, label=label)
+    whole.set_title("all runs and seeds", fontsize=9)
+    apart.set_title("less the bf16 run of the same seed, means of 10 steps", fontsize=9)
+    apart.axhspan(-GAP, GAP, color="#74b08a", alpha=0.2, linewidth=0)
+    for axes in (whole, apart):
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss, nats a byte")
+        axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
     return True
 

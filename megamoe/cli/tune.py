@@ -1,9 +1,9 @@
 """Measure how a layer of a given shape overlaps best, and write it to a file that `MegaMoE(..., overlap=FILE)` reads.
 
-A step of two layers, forward and backward, is timed under one setting after the other: of each field in turn the values
-that were asked for, with the best of the fields before, and the defaults; a round times all of them, every round in another
-order. What wins is timed against the defaults once more, and taken if it still wins. With several processes (torchrun) a
-step's time is that of the slowest rank. What changes a bit of the results has no time.
+A step of two layers, forward and backward, is timed under one setting after the other: of each field in turn the
+values that were asked for, with the best of the fields before, and the defaults; every round times all of them, in
+another order. What wins is timed against the defaults once more, and taken if it still wins. With several processes
+(torchrun) a step's time is that of the slowest rank. What changes a bit of the results has no time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One setting in the table: microseconds on the slowest rank and those of the defaults in the same run, or why not."""
+    """One setting in the table: microseconds on the slowest rank, those of the defaults in the same run; or why not."""
 
     overlap: OverlapConfig
     us: float | None
