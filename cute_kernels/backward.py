@@ -100,15 +100,20 @@ class FusedBackward(FusedForward):
         backward_epilogue.collect(k)
 
 
+def fake_tensor(dtype, *shape, align: int = 16):
+    """A row-major tensor that stands for an argument."""
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    order = tuple(reversed(range(len(shape))))
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+
 def fake_arguments(problem: BackwardProblem, for_launch: bool = True) -> tuple:
     """Arguments for `cute.compile`: only what is fixed in them shapes the code."""
     from cutlass import BFloat16, Float8E4M3FN
-    from cutlass.cute.runtime import make_fake_compact_tensor
     from cutlass.runtime import make_fake_stream
 
-    def tensor(dtype, *shape, align=16):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+    tensor = fake_tensor
 
     def free(divisor=1):
         return cute.sym_int(divisibility=divisor)

@@ -19,7 +19,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr, c
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum
 
-from cute_kernels import backward_epilogue, flags, loader, memory, numerics, schedule
+from cute_kernels import backward, backward_epilogue, flags, loader, memory, numerics, schedule
 from cute_kernels import workspace as ws
 from cute_kernels.backward import FusedBackward
 from cute_kernels.backward_problem import TURN_COLUMNS, TURNED, TURNS, W13, BackwardProblem
@@ -505,14 +505,7 @@ def turned_quad(quad, packed):
 
 def fake_arguments(problem: BackwardProblem, for_launch: bool = True) -> tuple:
     """Arguments for `cute.compile`."""
-    from cutlass.cute.runtime import make_fake_compact_tensor
-
-    from cute_kernels import backward
-
-    def tensor(dtype, *shape, align=16):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
-
+    tensor = backward.fake_tensor
     blocks = cute.sym_int()
     width = 2 * problem.intermediate
     more = (

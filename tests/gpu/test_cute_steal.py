@@ -131,6 +131,20 @@ def test_long_tasks_are_left_to_the_drain():
         assert all(c[W13] == 0 for c in cursors)
 
 
+def test_repeats_with_dirty_padding_are_the_same_bits():
+    """At other times other tasks are taken."""
+    case = Case("repeats", tokens=(150, 187))
+    s = Stealing(case)
+    with s.world.world:
+        for rows in s.saved:
+            rows.gate_up[rows.codes < 0] = float("nan")
+        want = s.serial(torch.bfloat16)
+        for i in range(25):
+            for delay_us in (0, DELAY_US):
+                got, cursors = s.stealing(torch.bfloat16, delay_us)
+                assert not differing(got, want), (i, delay_us, differing(got, want), cursors)
+
+
 @pytest.mark.parametrize("save", ["pool", "recompute"])
 def test_layer_calls_give_the_bits_of_calls_that_steal_nothing(save):
     problem = make_problem(ProblemSpec((150, 187, 0, 60), 256, 128, 8, 4, "masked"), device=torch.device("cuda"))
