@@ -9,8 +9,20 @@ import triton.language as tl
 from megamoe.errors import MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.quantize import FP8, QuantizedRows, QuantizedWeight, ceil_div
 from megamoe.recipe import BLOCK, Recipe
-from megamoe.triton_kernels.launch import words
-from megamoe.triton_kernels.numerics import as_int64, from_e4m3, inverse, magnitude_or_zero, scale_of, to_bf16, to_e4m3
+from megamoe.triton_kernels.numerics import (
+    as_int64,
+    from_e4m3,
+    inverse,
+    magnitude_or_zero,
+    pack_e4m3,
+    scale_of,
+    to_bf16,
+    to_e4m3,
+)
+
+TILE_VALUES = 4096
+"""Of one program of `quantize_rows`: 32 a thread. On an H200 (November 2026) as fast as a copy of the same bytes; 64 a
+thread: 88 % of it."""
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,7 +62,8 @@ def quantize_rows(x: torch.Tensor, recipe: Recipe) -> QuantizedRows:
     data = torch.empty(rows, channels, dtype=FP8, device=x.device)
     scale = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
     if rows:
-        tile_rows, tile_cols = 8, min(1024, triton.next_power_of_2(blocks) * BLOCK)
+        tile_cols = min(1024, triton.next_power_of_2(blocks) * BLOCK)
+        tile_rows = TILE_VALUES // tile_cols
         grid = (ceil_div(rows, tile_rows) * ceil_div(channels, tile_cols),)
         _quantize_rows_kernel[grid](
             x, data, scale, rows, channels, *x.stride(), blocks, recipe.scale_format == "pow2", tile_rows, tile_cols
@@ -58,65 +71,55 @@ def quantize_rows(x: torch.Tensor, recipe: Recipe) -> QuantizedRows:
     return QuantizedRows(data, scale)
 
 
-@triton.jit(do_not_specialize=["each", "n", "row_blocks", "n_blocks", "k_blocks"])
+@triton.jit
+def _load_rows(w, r, end, cols, k, stride_n, stride_k):
+    """Rows r and columns of one expert's weight in fp32; zero behind `end` and k."""
+    mask = (r < end)[:, None] & (cols < k)[None, :]
+    at = r.to(tl.int64)[:, None] * stride_n + cols.to(tl.int64)[None, :] * stride_k
+    return tl.load(w + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["each", "row_blocks", "n_blocks", "k_blocks"])
 def _quantize_weight_kernel(
-    w, data, scale, each, n, k, stride_e, stride_n, stride_k, row_blocks, n_blocks, k_blocks, POW2: tl.constexpr
+    w, data, copy, scale, scale_t, each, n, k, stride_e, stride_n, stride_k, row_blocks, n_blocks, k_blocks,
+    POW2: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One 128 x 128 block of one expert; `row_blocks` of them cover one of the matrices stacked along N."""
-    pid = tl.program_id(0)
-    kb = pid % k_blocks
-    nb = pid // k_blocks % n_blocks
-    e = (pid // (k_blocks * n_blocks)).to(tl.int64)
-    group = nb // row_blocks
-    rows = group * each + nb % row_blocks * 128 + tl.arange(0, 128)
-    cols = kb * 128 + tl.arange(0, 128)
-    mask = (rows < (group + 1) * each)[:, None] & (cols < k)[None, :]
-    rows64, cols64 = rows.to(tl.int64), cols.to(tl.int64)
-    v = tl.load(w + e * stride_e + rows64[:, None] * stride_n + cols64[None, :] * stride_k, mask=mask, other=0.0)
-    v = v.to(tl.float32)
-    s = scale_of(tl.max(tl.max(magnitude_or_zero(v), axis=1), axis=0), POW2)
-    tl.store(data + (e * n + rows64[:, None]) * k + cols[None, :], to_e4m3(v * inverse(s)), mask=mask)
-    tl.store(scale + (e * n_blocks + nb) * k_blocks + kb, s)
+    """One 128 x 128 block of one expert; `row_blocks` of them cover one of the matrices stacked along N.
 
-
-@triton.jit(do_not_specialize=["n_blocks", "k_blocks"])
-def _transpose_words_kernel(x, out, n, k, n_blocks, k_blocks):
-    """128 x 128 bytes of x [E, N, K / 4] to out [E, K, N / 4], both as 32-bit words of four bytes.
-
-    Four rows' words make four words of the transposed rows, by shifts alone: nothing smaller than 32 bits changes its
-    place. With Triton 3.6 the bytes of e4m3 values come out wrong (on an H200, half of them) when they are taken apart
-    in the kernel that rounded them.
+    The block is read once for its largest magnitude and again, from the cache, to be rounded: that takes few registers,
+    and many programs keep the memory busy (bf16 on an H200, November 2026: 94 % of a copy of the same bytes; kept in
+    registers in between: 53 %). With COPY the rounded block is also stored to [E, K, N], four rows' bytes a
+    32-bit word (`pack_e4m3`). ALIGNED: the matrices' rows are a multiple of 16.
     """
     pid = tl.program_id(0)
-    kb = pid % k_blocks
-    nb = pid // k_blocks % n_blocks
+    kb, nb = pid % k_blocks, pid // k_blocks % n_blocks
     e = (pid // (k_blocks * n_blocks)).to(tl.int64)
-    r = nb * 32 + tl.arange(0, 32)
-    c = kb * 32 + tl.arange(0, 32)
-    k4, n4 = k // 4, n // 4
-    mask = (r < n4)[:, None] & (c < k4)[None, :]
-    at = x + (e * n + 4 * r[:, None]) * k4 + c[None, :]
-    x0 = tl.load(at, mask=mask, other=0)
-    x1 = tl.load(at + k4, mask=mask, other=0)
-    x2 = tl.load(at + 2 * k4, mask=mask, other=0)
-    x3 = tl.load(at + 3 * k4, mask=mask, other=0)
-    to = out + (e * k + 4 * c[None, :].to(tl.int64)) * n4 + r[:, None]
-    for j in tl.static_range(4):
-        low = ((x0 >> (8 * j)) & 255) | (((x1 >> (8 * j)) & 255) << 8)
-        high = (((x2 >> (8 * j)) & 255) << 16) | (((x3 >> (8 * j)) & 255) << 24)
-        tl.store(to + j * n4, low | high, mask=mask)
-
-
-def transpose_bytes(x: torch.Tensor) -> torch.Tensor:
-    """[E, N, K] of a one-byte dtype to a contiguous [E, K, N], ten times as fast as torch's copy."""
-    e, n, k = x.shape
-    source = words(x)
-    if n % 4 or source.dtype != torch.int32 or not x.numel():
-        return x.transpose(1, 2).contiguous()
-    out = torch.empty(e, k, n // 4, dtype=torch.int32, device=x.device)
-    n_blocks, k_blocks = ceil_div(n, BLOCK), ceil_div(k, BLOCK)
-    _transpose_words_kernel[(e * n_blocks * k_blocks,)](source, out, n, k, n_blocks, k_blocks)
-    return out.view(x.dtype)
+    row0, end = nb // row_blocks * each + nb % row_blocks * 128, (nb // row_blocks + 1) * each
+    cols = kb * 128 + tl.arange(0, 128)
+    w += e * stride_e
+    v = _load_rows(w, row0 + tl.arange(0, 128), end, cols, k, stride_n, stride_k)
+    s = scale_of(tl.max(tl.max(magnitude_or_zero(v), axis=1), axis=0), POW2)
+    inv = inverse(s)
+    tl.store(scale + (e * n_blocks + nb) * k_blocks + kb, s)
+    if COPY:
+        tl.store(scale_t + (e * k_blocks + kb) * n_blocks + nb, s)
+    r = row0 + 4 * tl.arange(0, 32)
+    v0 = _load_rows(w, r, end, cols, k, stride_n, stride_k) * inv
+    v1 = _load_rows(w, r + 1, end, cols, k, stride_n, stride_k) * inv
+    v2 = _load_rows(w, r + 2, end, cols, k, stride_n, stride_k) * inv
+    v3 = _load_rows(w, r + 3, end, cols, k, stride_n, stride_k) * inv
+    to, there = data + (e * n + r.to(tl.int64)[:, None]) * k + cols[None, :], (cols < k)[None, :]
+    tl.store(to, to_e4m3(v0), mask=(r < end)[:, None] & there)
+    tl.store(to + k, to_e4m3(v1), mask=(r + 1 < end)[:, None] & there)
+    tl.store(to + 2 * k, to_e4m3(v2), mask=(r + 2 < end)[:, None] & there)
+    tl.store(to + 3 * k, to_e4m3(v3), mask=(r + 3 < end)[:, None] & there)
+    if COPY:
+        word0, n4, end4 = row0 // 4, n // 4, end // 4
+        if ALIGNED:  # said so that the compiler sees it: four words a store
+            word0, n4, end4 = row0 // 16 * 4, n // 16 * 4, end // 16 * 4
+        i = word0 + tl.arange(0, 32)
+        to = copy + (e * k + cols.to(tl.int64))[None, :] * n4 + i[:, None]
+        tl.store(to, pack_e4m3(v0, v1, v2, v3), mask=(i < end4)[:, None] & there)
 
 
 def _check_weight(w: torch.Tensor, row_groups: int) -> None:
@@ -133,18 +136,7 @@ def quantize_weight(w: torch.Tensor, recipe: Recipe, row_groups: int = 1) -> Qua
     _check_weight(w, row_groups)
     if recipe.precision == "bf16":
         return QuantizedWeight(w.to(torch.bfloat16), None, row_groups)
-    e, n, k = w.shape
-    each = n // row_groups
-    row_blocks, k_blocks = ceil_div(each, BLOCK), ceil_div(k, BLOCK)
-    n_blocks = row_groups * row_blocks
-    data = torch.empty(e, n, k, dtype=FP8, device=w.device)
-    scale = torch.empty(e, n_blocks, k_blocks, dtype=torch.float32, device=w.device)
-    if data.numel():
-        _quantize_weight_kernel[(e * n_blocks * k_blocks,)](
-            w, data, scale, each, n, k, *w.stride(), row_blocks, n_blocks, k_blocks, recipe.scale_format == "pow2",
-            num_warps=16,
-        )  # fmt: skip
-    return QuantizedWeight(data, scale, row_groups)
+    return _quantize_weight(w, recipe, row_groups, False)[0]
 
 
 def quantize_weight_with_transpose(
@@ -156,13 +148,36 @@ def quantize_weight_with_transpose(
         w: [E, N, K], bf16, fp16 or fp32. recipe: formats. row_groups: matrices stacked along N.
 
     Returns:
-        The weight and its transposed copy [E, K, N]: the same bytes and scales. Two kernels, no host sync.
+        The weight and its transposed copy [E, K, N]: the same bytes and scales. One kernel, no host sync; with rows
+        that are no multiple of four torch makes the copy.
     """
-    weight = quantize_weight(w, recipe, row_groups)
-    if weight.scale is None:
+    _check_weight(w, row_groups)
+    if recipe.precision == "bf16" or w.shape[1] // row_groups % 4:
+        weight = quantize_weight(w, recipe, row_groups)
         return weight, weight.transposed()
-    scale = weight.scale.transpose(1, 2).contiguous()
-    return weight, QuantizedWeight(transpose_bytes(weight.data), scale, 1, row_groups)
+    weight, copy = _quantize_weight(w, recipe, row_groups, True)
+    assert copy is not None
+    return weight, copy
+
+
+def _quantize_weight(
+    w: torch.Tensor, recipe: Recipe, row_groups: int, with_copy: bool
+) -> tuple[QuantizedWeight, QuantizedWeight | None]:
+    e, n, k = w.shape
+    each = n // row_groups
+    row_blocks, k_blocks = ceil_div(each, BLOCK), ceil_div(k, BLOCK)
+    n_blocks = row_groups * row_blocks
+    data = torch.empty(e, n, k, dtype=FP8, device=w.device)
+    scale = torch.empty(e, n_blocks, k_blocks, dtype=torch.float32, device=w.device)
+    copy, scale_t = (data.new_empty(e, k, n), scale.new_empty(e, k_blocks, n_blocks)) if with_copy else (data, scale)
+    if data.numel():
+        _quantize_weight_kernel[(e * n_blocks * k_blocks,)](
+            w, data, copy.view(torch.int32) if with_copy else copy, scale, scale_t, each, n, k, *w.stride(),
+            row_blocks, n_blocks, k_blocks, recipe.scale_format == "pow2", with_copy, each % 16 == 0,
+            num_warps=8 if w.element_size() == 2 else 16,
+        )  # fmt: skip
+    weight = QuantizedWeight(data, scale, row_groups)
+    return weight, QuantizedWeight(copy, scale_t, 1, row_groups) if with_copy else None
 
 
 @triton.jit(do_not_specialize=["rows"])

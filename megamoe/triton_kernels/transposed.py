@@ -76,8 +76,9 @@ def row_factors(rows: QuantizedRows, plan: RankPlan) -> torch.Tensor:
     num_rows, blocks = scale.shape
     factors = torch.empty(2, num_rows, dtype=torch.float32, device=scale.device)
     if num_rows:
-        _row_factors_kernel[(ceil_div(num_rows, BLOCK),)](
-            scale, plan.token, factors, num_rows, blocks, *scale.stride(), BLOCK, 16
+        tile_rows, tile_blocks = 32, 16
+        _row_factors_kernel[(ceil_div(num_rows, tile_rows),)](
+            scale, plan.token, factors, num_rows, blocks, *scale.stride(), tile_rows, tile_blocks
         )
     return factors
 
@@ -97,21 +98,18 @@ def _load_scaled(x, x_scale, factor, r, c, rows, width, block, SCALED: tl.conste
 
 @triton.jit(do_not_specialize=["rows"])
 def _transpose_kernel(
-    x, x_scale, factor, out, scale, rows, width, blocks, SCALED: tl.constexpr, SQUARE: tl.constexpr
+    x, x_scale, factor, out, scale, rows, width, blocks, SCALED: tl.constexpr, SQUARE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """128 x 128 of x, four rows' bytes a 32-bit word of `out`; see `pack_e4m3`."""
+    """128 x 128 of x, read once for the largest magnitudes and again, from the cache and in PARTS, to be rounded.
+
+    Four rows' bytes are a 32-bit word of `out`; see `pack_e4m3`.
+    """
+    WORDS: tl.constexpr = 32 // PARTS
     block, row_block = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i, c = tl.arange(0, 32), block * 128 + tl.arange(0, 128)
-    r = row_block * 128 + 4 * i
-    v0 = _load_scaled(x, x_scale, factor, r, c, rows, width, block, SCALED)
-    v1 = _load_scaled(x, x_scale, factor, r + 1, c, rows, width, block, SCALED)
-    v2 = _load_scaled(x, x_scale, factor, r + 2, c, rows, width, block, SCALED)
-    v3 = _load_scaled(x, x_scale, factor, r + 3, c, rows, width, block, SCALED)
-    top = tl.maximum(
-        tl.maximum(magnitude_or_zero(v0), magnitude_or_zero(v1)),
-        tl.maximum(magnitude_or_zero(v2), magnitude_or_zero(v3)),
-    )
-    top = tl.max(top, axis=0)
+    c = block * 128 + tl.arange(0, 128)
+    v = _load_scaled(x, x_scale, factor, row_block * 128 + tl.arange(0, 128), c, rows, width, block, SCALED)
+    top = tl.max(magnitude_or_zero(v), axis=0)
     if SQUARE:
         s = scale_of(tl.max(top, axis=0), False)
         inv = inverse(s)
@@ -120,9 +118,15 @@ def _transpose_kernel(
         s = scale_of(top, False)
         inv = inverse(s)[None, :]
         tl.store(scale + as_int64(row_block) * width + c, s, mask=c < width)
-    word = pack_e4m3(v0 * inv, v1 * inv, v2 * inv, v3 * inv)
-    to = out + (as_int64(row_block) * width + c.to(tl.int64))[None, :] * 32 + i[:, None]
-    tl.store(to, word, mask=(c < width)[None, :])
+    for part in range(PARTS):
+        i = part * WORDS + tl.arange(0, WORDS)
+        r = row_block * 128 + 4 * i
+        v0 = _load_scaled(x, x_scale, factor, r, c, rows, width, block, SCALED) * inv
+        v1 = _load_scaled(x, x_scale, factor, r + 1, c, rows, width, block, SCALED) * inv
+        v2 = _load_scaled(x, x_scale, factor, r + 2, c, rows, width, block, SCALED) * inv
+        v3 = _load_scaled(x, x_scale, factor, r + 3, c, rows, width, block, SCALED) * inv
+        to = out + (as_int64(row_block) * width + c.to(tl.int64))[None, :] * 32 + i[:, None]
+        tl.store(to, pack_e4m3(v0, v1, v2, v3), mask=(c < width)[None, :])
 
 
 def transpose_rows(rows: torch.Tensor | QuantizedRows, factor: torch.Tensor, is_square: bool) -> TransposedRows:
@@ -145,6 +149,6 @@ def transpose_rows(rows: torch.Tensor | QuantizedRows, factor: torch.Tensor, is_
     if data.numel():
         _transpose_kernel[(row_blocks * blocks,)](
             x.contiguous(), x_scale.contiguous(), factor, data.view(torch.int32), scale, num_rows, width, blocks,
-            isinstance(rows, QuantizedRows), is_square, num_warps=8,
+            isinstance(rows, QuantizedRows), is_square, 1 if isinstance(rows, QuantizedRows) else 2, num_warps=4,
         )  # fmt: skip
     return TransposedRows(data, scale, num_rows, is_square)
