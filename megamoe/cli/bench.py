@@ -63,8 +63,7 @@ SUITE = (
     {"shapes": "A", "routing": "zipf"} | SMALL,
     {"shapes": "A", "tokens": 1024} | SMALL,
     {"shapes": "A", "tokens": 128} | SMALL,
-    {"shapes": "A", "ranks": 2} | SMALL,
-    {"shapes": "A", "ranks": 4} | SMALL,
+    *({"shapes": "A", "routing": "balanced", "ranks": ranks} | SMALL for ranks in (1, 2, 4)),
     {"shapes": "A,B,C", "precision": "bf16", "backends": "triton"} | {"bench": "forward,backward,fwd_bwd,dgrad,wgrad"},
 )
 """The cases of the committed records: those that name no benches with stages and charts, the others with the layer

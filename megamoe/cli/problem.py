@@ -14,7 +14,7 @@ from megamoe.quantize import QuantizedWeight
 from megamoe.reference import Inputs
 from megamoe.routing_plan import experts_per_rank
 
-Routing = Literal["uniform", "zipf", "one_expert", "first_rank", "masked", "duplicates"]
+Routing = Literal["uniform", "balanced", "zipf", "one_expert", "first_rank", "masked", "duplicates"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 
 
@@ -44,8 +44,9 @@ class ProblemSpec:
     Attributes:
         num_tokens: T of each rank; one entry a rank, which may be 0.
         hidden: H. intermediate: I. num_experts: E over all ranks. top_k: K.
-        routing: "uniform": K different experts a token, the last expert never (where E > K); "zipf": popularity
-            1 / rank, E / 8 experts never; "one_expert": all slots to expert 0; "first_rank": only experts of rank 0;
+        routing: "uniform": K different experts a token, the last expert never (where E > K); "balanced": K different
+            experts a token, all experts equally often (up to one row); "zipf": popularity 1 / rank, E / 8 experts
+            never; "one_expert": all slots to expert 0; "first_rank": only experts of rank 0;
             "masked": uniform with 30 % of the slots and every fifth token's whole row without an expert;
             "duplicates": drawn with repetition, every third token names one expert K times.
         seed: of everything; the same problem for every backend, device and number of ranks with the same total T.
@@ -172,6 +173,10 @@ def draw_topk_ids(spec: ProblemSpec, generator: torch.Generator) -> torch.Tensor
     total, e, k = sum(spec.num_tokens), spec.num_experts, spec.top_k
     if spec.routing == "one_expert":
         return torch.zeros(total, k, dtype=torch.int64)
+    if spec.routing == "balanced":
+        token, slot = torch.arange(total)[:, None], torch.arange(k)[None, :]
+        names = torch.rand(total // e + 1, e, generator=generator).argsort(1)  # in E tokens all experts come K times
+        return names[token // e, (token % e * k + slot) % e]
     usable = e
     popularity = torch.ones(e)
     if spec.routing == "first_rank":

@@ -227,10 +227,11 @@ def test_routings_are_what_they_say(routing):
     used = set(ids.flatten().tolist())
     assert ids.shape == (64, 4) and used <= set(range(-1, 16))
     is_distinct = all(len(set(row)) == 4 for row in ids.tolist())
-    if routing in ("uniform", "zipf", "first_rank"):
+    if routing in ("uniform", "balanced", "zipf", "first_rank"):
         assert is_distinct and -1 not in used
     expected = {
         "uniform": 15 not in used,
+        "balanced": torch.bincount(ids.flatten()).tolist() == [16] * 16,
         "zipf": not used & {14, 15},
         "one_expert": used == {0},
         "first_rank": used <= set(range(8)),

@@ -11,7 +11,7 @@ import torch
 from benchmarks import charts
 from benchmarks import records as benchmarks_records
 from megamoe.cli import bench, bench_problem, chart, timing
-from megamoe.cli.problem import ProblemSpec
+from megamoe.cli.problem import ProblemSpec, draw_topk_ids
 from megamoe.cli.records import environment, gpu_name, kernel_hash, write_records
 from megamoe.errors import BackendUnavailable, MegaMoEValueError
 from megamoe.recipe import Recipe
@@ -206,6 +206,14 @@ def test_options_are_refused_by_name():
     with pytest.raises(BackendUnavailable, match=r"--backends: none of cute runs this on cpu"):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--backends", "cute"))
     assert bench.shape_names("A,B;8,256,128,2") == ["A", "B", "8,256,128,2"]
+
+
+@pytest.mark.parametrize("experts, top_k, tokens", [(8, 2, 64), (6, 4, 31), (32, 8, 100), (5, 5, 7)])
+def test_balanced_routing_is_balanced(experts, top_k, tokens):
+    ids = draw_topk_ids(ProblemSpec((tokens,), 128, 128, experts, top_k, "balanced"), torch.Generator().manual_seed(0))
+    counts = torch.bincount(ids.flatten(), minlength=experts)
+    assert ids.shape == (tokens, top_k) and int(counts.max() - counts.min()) <= 1
+    assert all(len(set(row)) == top_k for row in ids.tolist())
 
 
 def test_a_wrong_result_has_no_time():
