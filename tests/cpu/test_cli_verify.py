@@ -231,7 +231,7 @@ def test_routings_are_what_they_say(routing):
         assert is_distinct and -1 not in used
     expected = {
         "uniform": 15 not in used,
-        "balanced": torch.bincount(ids.flatten()).tolist() == [16] * 16,
+        "balanced": torch.bincount(ids.flatten().clamp_min(0)).tolist() == [16] * 16,
         "zipf": not used & {14, 15},
         "one_expert": used == {0},
         "first_rank": used <= set(range(8)),
