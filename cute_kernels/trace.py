@@ -131,6 +131,7 @@ def chrome(found: list[Event]) -> list[dict]:
 COLOURS = {
     "count ids": "#c7b8ea", "quantise": "#8e7cc3", "sort ids": "#b4a7d6", "plan": "#674ea7", "GEMM 1": "#3d85c6",
     "GEMM 2": "#6aa84f", "pause": "#cc0000", "dispatch": "#e69138", "announce": "#999999", "combine": "#f1c232",
+    "wgrad copy": "#a64d79", "wgrad tile": "#dd7e6b",
 }  # fmt: skip
 WAITING = "#eeeeee"
 

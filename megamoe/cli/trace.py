@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="virtual ranks, all traced")
     parser.add_argument("--pass", dest="direction", choices=("forward", "backward"), default="forward")
     parser.add_argument("--save", action="store_true", help="trace a training forward; a backward always follows one")
+    parser.add_argument(
+        "--steal-us", type=float, default=0.0, help="of a backward on several virtual ranks: OverlapConfig"
+    )
+    parser.add_argument(
+        "--delay-us", type=int, default=0, help="rows of dX arrive so much later, as over a slow network"
+    )
     parser.add_argument("--out", default="trace", help="writes OUT.json (Chrome, Perfetto) and OUT.png")
 
 
@@ -102,9 +108,11 @@ def traced(arguments: argparse.Namespace) -> list:
 
             saved = [result.buffers for result in forward(save=True, streams=world.streams)]
             transposed = [e.fused_t for e in weights]
-            run = functools.partial(
-                fused_backward, world.workspaces, problem.douts, problem.ids, saved, transposed, **stamps
-            )
+            backward = functools.partial(
+                fused_backward, world.workspaces, problem.douts, problem.ids, saved, transposed,
+                delay_us=arguments.delay_us, **stamps,
+            )  # fmt: skip
+            run = functools.partial(_stealing, backward, saved, arguments.steal_us) if arguments.steal_us else backward
         for _ in range(4):  # the last one is kept
             for b in buffers:
                 b.zero_()
@@ -117,6 +125,18 @@ def traced(arguments: argparse.Namespace) -> list:
             for r, (b, w) in enumerate(zip(buffers, world.workspaces, strict=True))
             for event in trace.events(b, w.num_ctas, r * w.num_ctas)
         ]
+
+
+def _stealing(backward: Callable[..., object], saved: list[Any], steal_us: float) -> None:
+    """A backward that may take tasks of dW13, which are then left as they are."""
+    from cute_kernels.backward_offer import offer
+
+    width = saved[0].gate_up.shape[1]
+    offers = []
+    for rows in saved:
+        dw13 = rows.gate_up.new_empty(rows.counts.shape[0], width, rows.pool.shape[1])
+        offers.append(offer(rows.offs, rows.counts, rows.pool, rows.pool_s, dw13, steal_us))
+    backward(steals=offers)
 
 
 def _refuse_without_cute(shape: Shape, num_ranks: int) -> None:

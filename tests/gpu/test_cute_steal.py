@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels import backward_launch, backward_offer
 from cute_kernels.backward_problem import TURN_COLUMNS, TURNED, TURNS, W13
+from megamoe.cli import trace as trace_command
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.overlap import OverlapConfig
 from tests.gpu.test_cute_backward import Backward
@@ -155,3 +157,19 @@ def test_layer_calls_give_the_bits_of_calls_that_steal_nothing(save):
     torch.cuda.synchronize()
     for name, want in results[0].items():
         assert_bitwise(results[1][name], want, name)
+
+
+def test_trace_shows_tasks_between_the_last_tile_and_dx():
+    parser = argparse.ArgumentParser()
+    trace_command.add_arguments(parser)
+    options = "--shape 16,256,128,4 --tokens 600 --ranks 2 --pass backward --steal-us 50 --delay-us 2000"
+    events = trace_command.traced(parser.parse_args(options.split()))
+    math = [e for e in events if e.role == "math"]
+    assert {"wgrad copy", "wgrad tile"} <= {e.what for e in math}
+    for cta in {e.cta for e in math}:
+        mine = [e for e in math if e.cta == cta]
+        tiles = [e.end_ns for e in mine if e.what in ("GEMM 1", "GEMM 2")]
+        stolen = [e for e in mine if e.what.startswith("wgrad")]
+        (sums,) = (e.begin_ns for e in mine if e.what == "combine")
+        assert all(e.end_ns <= sums for e in stolen)
+        assert not tiles or all(max(tiles) <= e.end_ns for e in stolen)
