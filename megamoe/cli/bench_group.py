@@ -14,6 +14,7 @@ import dataclasses
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from megamoe.backends.cute_exchange import Choices, ExchangeBackend, Here
 from megamoe.cli.group_run import Member, backend_of, membership
 from megamoe.cli.problem import SHAPES, ProblemSpec, Shape
 from megamoe.cli.records import Record, environment, gpu_name, write_records
+from megamoe.cli.timing import clock_mhz
 from megamoe.comm import GroupTransport
 from megamoe.comm.transport import exchange_of
 from megamoe.errors import MegaMoEValueError, expected
@@ -143,7 +145,7 @@ class Parts:
 def bench_case(
     name: str, spec: ProblemSpec, variants: Sequence[str], args: argparse.Namespace, member: Member
 ) -> list[Record]:
-    """All records of one shape, on every rank alike. A collective.
+    """All records of one shape, on every rank alike; TFLOP/s are those of one GPU. A collective.
 
     Raises:
         AssertionError: on all ranks, where variants differ beyond the gate on any rank: a wrong result has no time.
@@ -167,7 +169,8 @@ def bench_case(
     width = spec.hidden * (1 if args.precision == "fp8" else 2)
     flops = 6 * spec.hidden * spec.intermediate * sum(spec.num_tokens) * spec.top_k
     common = {
-        "shape": name, "T_per_rank": spec.num_tokens[0], "ranks": spec.num_ranks, "precision": args.precision,
+        "shape": name, "T": sum(spec.num_tokens), "T_per_rank": spec.num_tokens[0], "routing": "uniform",
+        "ranks": spec.num_ranks, "precision": args.precision, "clock_mhz": clock_mhz(member.device),
         "bytes_out_per_rank": rows[0] // spec.num_ranks * width,
         "bytes_back_per_rank": rows[1] // spec.num_ranks * 2 * spec.hidden,
     }  # fmt: skip
@@ -175,12 +178,10 @@ def bench_case(
     for (bench, variant), figures in times.items():
         passes = 3 if bench == "fwd_bwd" else 1
         record = {"bench": bench, **common, "backend": variant, **figures}
-        record["tflops_per_rank"] = None
-        if variant != "exchange":
-            record["tflops_per_rank"] = flops * passes / spec.num_ranks / figures["us"] / 1e6
+        record["tflops"] = None if variant == "exchange" else flops * passes / spec.num_ranks / figures["us"] / 1e6
         records.append(record | {"least_sqnr_db": agreement.get(variant)})
     add_overlap(records)
-    return [r | environment(str(r["backend"]).split("_")[0], member.device) for r in records]
+    return [r | environment(str(r["backend"]), member.device) for r in records]
 
 
 def compare(runs: dict[str, GroupRun], member: Member) -> dict[str, float | None]:
@@ -235,8 +236,6 @@ def time_over(
 
 def _timed(call: Callable[[], object], count: int, member: Member) -> float:
     if member.device.type != "cuda":
-        import time
-
         dist.barrier(member.group)
         begin = time.perf_counter()
         for _ in range(count):

@@ -71,7 +71,7 @@ def kernel_hash(backend: str, root: Path = _ROOT) -> str | None:
     Args:
         backend: as in a record. root: of the source tree.
     """
-    backend = backend.split("_wgrad")[0]
+    backend = backend.split("_")[0]
     if backend not in _SOURCES:
         return None
     digest = hashlib.sha256()

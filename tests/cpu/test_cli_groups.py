@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 pytest.importorskip("cutlass")
 
+from benchmarks.records import is_stale, validate
 from cute_kernels.trace import Event
 from megamoe.cli import bench_group, group_run
 from megamoe.cli.group_run import Member, verify_over
@@ -130,7 +131,9 @@ def test_bench_shows_the_parts_beside_the_whole():
     assert whole["us_math_plus_exchange"] == pytest.approx(math["us"] + exchange["us"])
     assert whole["bytes_back_per_rank"] == 2 * whole["bytes_out_per_rank"] > 0
     assert found["forward", "cute_nccl"]["least_sqnr_db"] is None, "the bits of the first variant"
-    assert exchange["tflops_per_rank"] is None and found["fwd_bwd", "cute_nccl"]["tflops_per_rank"] > 0
+    assert exchange["tflops"] is None and found["fwd_bwd", "cute_nccl"]["tflops"] > 0
+    assert not validate(records), "as all records are"
+    assert not any(is_stale(r) for r in records)
 
 
 def test_traces_of_all_gpus_are_put_on_one_clock():
