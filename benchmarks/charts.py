@@ -16,11 +16,14 @@ from megamoe.cli.records import Record
 def of_shape(everything: Mapping[str, Sequence[Record]], gpu: str, shape: str) -> list[Record]:
     """The layer's records of a shape in its plain case, and its stages."""
     stages = [r for r in everything.get(f"{gpu}/stages", []) if r["shape"] == shape]
-    tokens = {r["T"] for r in stages}
+    measured = {(r["T"], r["precision"]) for r in stages}
     layer = [
         r
         for r in everything.get(f"{gpu}/layer", [])
-        if r["shape"] == shape and r["T"] in tokens and r["routing"] == "uniform" and r["ranks"] == 1
+        if r["shape"] == shape
+        and (r["T"], r["precision"]) in measured
+        and r["routing"] == "uniform"
+        and r["ranks"] == 1
     ]
     return layer + stages
 
