@@ -26,7 +26,7 @@ from cute_kernels.backward_problem import TURN_COLUMNS, TURNED, TURNS, W13, Back
 from cute_kernels.epilogues import index
 from cute_kernels.loader import advance, hand_over
 from cute_kernels.schedule import integer, smaller
-from cute_kernels.tile_config import BLOCK, TILE_M, TILE_N
+from cute_kernels.tile_config import BLOCK, TILE_M, TILE_N, TileConfig
 from cute_kernels.wgrad_config import locate_tile
 
 HALF = 64  # columns of a TURN entry that lie together in its stage, a row in 128 bytes
@@ -36,6 +36,11 @@ class StealingBackward(FusedBackward):
     """FusedBackward whose math warps take tasks of dW13 while dx is in flight."""
 
     steals = True
+
+    def __init__(self, problem: BackwardProblem, config: TileConfig):
+        super().__init__(problem, config)
+        # entries without a tile move on by one stage, so no tile may rely on where in the pipeline it begins
+        assert problem.stolen is not None and self.unroll % config.stages
 
     @cute.jit
     def __call__(
