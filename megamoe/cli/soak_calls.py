@@ -13,7 +13,7 @@ from megamoe.comm import LocalWorld
 from megamoe.context import MoEContext
 from megamoe.gates import GATES, sqnr_db
 from megamoe.layer import Experts
-from megamoe.overlap import OverlapConfig, WgradMode
+from megamoe.overlap import OverlapConfig
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import experts_per_rank
 
@@ -36,7 +36,8 @@ class Drawn:
     """One call: what it computes and how.
 
     Attributes:
-        spec: sizes and routing. recipe: formats. save: what the forward keeps. wgrad: when weight gradients are made.
+        spec: sizes and routing. recipe: formats. save: what the forward keeps. overlap: when weight gradients are made,
+            what is left to other kernels.
         capacity: rows of every pool where R > 1: enough for all, exactly those needed, or not said.
         idle: a rank whose ids are all -1; None: no such rank.
         ids: dtype of ids. needs: whether x, topk_weights and the weights need gradients.
@@ -46,7 +47,7 @@ class Drawn:
     spec: ProblemSpec
     recipe: Recipe
     save: str
-    wgrad: WgradMode
+    overlap: OverlapConfig
     capacity: Capacity
     idle: int | None
     ids: torch.dtype
@@ -56,7 +57,7 @@ class Drawn:
 
     def __str__(self) -> str:
         recipe = f"{self.recipe.scale_format}, clamp {self.recipe.clamp}, {self.recipe.wgrad_operands} wgrad"
-        parts = [f"seed {self.spec.seed}: {self.spec}", recipe, f"save={self.save}", f"wgrad={self.wgrad}"]
+        parts = [f"seed {self.spec.seed}: {self.spec}", recipe, f"save={self.save}", str(self.overlap)]
         parts += [f"capacity={self.capacity}"] if self.spec.num_ranks > 1 else []
         parts += [] if self.idle is None else [f"rank {self.idle} idle"]
         parts += [str(self.ids).removeprefix("torch.")]
@@ -66,7 +67,8 @@ class Drawn:
     def traits(self) -> list[str]:
         """What a record counts, so that it says what was covered."""
         tokens = self.spec.num_tokens
-        traits = [f"R={len(tokens)}", f"H={self.spec.hidden}", f"save={self.save}", f"wgrad={self.wgrad}"]
+        traits = [f"R={len(tokens)}", f"H={self.spec.hidden}", f"save={self.save}", f"wgrad={self.overlap.wgrad}"]
+        traits += [name for name in ("steal_us", "reserve_sms") if getattr(self.overlap, name)]
         traits += [f"routing={self.spec.routing}", f"operands={self.recipe.wgrad_operands}"]
         traits += [f"scales={self.recipe.scale_format}", f"clamp={self.recipe.clamp}"]
         traits += [f"capacity={self.capacity}"] if len(tokens) > 1 else []
@@ -94,12 +96,17 @@ def draw(seed: int, largest_tokens: int, num_sizes: int = len(SIZES)) -> Drawn:
     num_experts = num_ranks * rng.choice((1, 2, 8, 32))
     top_k = rng.randint(1, min(num_experts, 12))
     spec = ProblemSpec(tuple(tokens), hidden, inter, num_experts, top_k, rng.choice(ROUTINGS), seed)
+    overlap = OverlapConfig(
+        wgrad=rng.choice(("inline", "inline", "stream", "delayed")),
+        steal_us=rng.choice((0.0, 50.0)),
+        reserve_sms=rng.choice((0, 0, 12)),
+    )
     some = (True, True, True), (True, True, False), (False, False, True), (False, True, True), (False, False, False)
     return Drawn(
         spec,
         rng.choice(RECIPES),
         rng.choice(("pool", "repull", "recompute")),
-        rng.choice(("inline", "stream", "delayed")),
+        overlap,
         rng.choice(("worst", "exact", "none")),
         rng.randrange(num_ranks) if rng.random() < 0.1 else None,
         rng.choice((torch.int32, torch.int64)),
@@ -140,7 +147,7 @@ def results(problem: Problem, drawn: Drawn, backend: str) -> dict[str, torch.Ten
         backend=backend,  # type: ignore[arg-type]
         capacity=capacity if num_ranks > 1 else None,
         save=drawn.save,  # type: ignore[arg-type]
-        overlap=OverlapConfig(wgrad=drawn.wgrad),
+        overlap=drawn.overlap,
     )
     spec, device = problem.spec, problem.w13_E2IH.device
     experts = Experts(spec.num_experts, spec.hidden, spec.intermediate, "bf16", context, device)

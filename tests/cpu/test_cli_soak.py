@@ -22,11 +22,15 @@ def test_calls_are_what_their_seeds_say():
         "recompute",
     }
     assert {(d.spec.hidden, d.spec.intermediate) for d in drawn} == set(SIZES)
-    assert {d.recipe for d in drawn} == set(RECIPES) and {d.wgrad for d in drawn} == {"inline", "stream", "delayed"}
+    assert {d.recipe for d in drawn} == set(RECIPES) and {d.overlap.wgrad for d in drawn} == {
+        "inline",
+        "stream",
+        "delayed",
+    }
     assert any(0 in d.spec.num_tokens for d in drawn) and max(max(d.spec.num_tokens) for d in drawn) <= 100
     traits = {trait for d in drawn for trait in d.traits()}
     assert {"an empty rank", "ids all -1 on a rank", "no backward", "some gradients only", "against one rank"} <= traits
-    assert {"capacity=worst", "capacity=exact", "capacity=none", "called twice", "routing=masked"} <= traits
+    assert {"capacity=worst", "capacity=exact", "capacity=none", "called twice", "routing=masked", "steal_us"} <= traits
     assert f"seed {drawn[7].spec.seed}:" in str(drawn[7])
 
 
