@@ -17,6 +17,7 @@ from cute_kernels.tile_config import TileConfig
 from cute_kernels.wgrad_launch import WgradQueue
 from tests.cpu.test_cute_backward import weights
 from tests.cpu.test_cute_forward_code import DTYPES, peer_scopes
+from tests.cpu.test_cute_ptx import wrong_loads, wrong_scopes
 
 TUNED = {
     "A": BackwardProblem(7168, 2048, stolen="bfloat16"),
@@ -59,8 +60,11 @@ def test_registers_of_the_other_warps():
     assert top[0] < TileConfig().other_registers and 168 < top[1] < TileConfig().math_registers
 
 
-def test_flags_of_other_ranks_have_sys_scope():
-    assert peer_scopes(binary(TUNED["odd"]).ptx) == []
+def test_flags_between_ranks_and_loads_past_coherence():
+    """As of the other kernels: sys scope for other ranks, non-coherent loads only of what the launch does not write."""
+    ptx = binary(TUNED["odd"]).ptx
+    assert peer_scopes(ptx) == [] and wrong_scopes(ptx) == []
+    assert wrong_loads(ptx) == []
 
 
 def test_products_of_the_copy_are_not_fused():

@@ -147,6 +147,29 @@ def test_repeats_with_dirty_padding_are_the_same_bits():
                 assert not differing(got, want), (i, delay_us, differing(got, want), cursors)
 
 
+def test_missing_rank_ends_a_call_that_would_steal():
+    """No rows, no tasks, NaN in dx; after a reset the bits are right."""
+    s = Stealing(Case("missing", tokens=(150, 187)))
+    world = s.world.world
+    with world:
+        want = s.serial(torch.bfloat16)
+        dw13, _ = s.gradients(torch.bfloat16)
+        rows = s.saved[0]
+        offered = backward_offer.offer(rows.offs, rows.counts, rows.pool, rows.pool_s, dw13[0])
+        torch.cuda.synchronize()
+        with torch.cuda.stream(world.streams[0]):
+            (result,) = backward_launch.fused_backward(
+                world.workspaces[:1], s.douts[:1], s.ids[:1], s.saved[:1], s.backward.weights[:1], timeout_s=0.3,
+                steals=[offered],
+            )  # fmt: skip
+        torch.cuda.synchronize()
+        assert "timeout at a rank's header, index 1" in (world.workspaces[0].error() or "")
+        assert bool(result.dx.isnan().all()) and offered.queue.cursors.tolist() == [0, 0, 0, 0]
+        world.reset()
+        got, _ = s.stealing(torch.bfloat16, DELAY_US)
+        assert not differing(got, want)
+
+
 @pytest.mark.parametrize("save", ["pool", "recompute"])
 def test_layer_calls_give_the_bits_of_calls_that_steal_nothing(save):
     problem = make_problem(ProblemSpec((150, 187, 0, 60), 256, 128, 8, 4, "masked"), device=torch.device("cuda"))
