@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from megamoe import Recipe, mega_moe
+from megamoe import MegaMoE, MoEConfig, Recipe, mega_moe
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.gates import GATES, sqnr_db
-from tests.support.backend_cases import BACKENDS, RECIPES, assert_same, check, need, run_on, with_counts
+from tests.support.backend_cases import BACKENDS, RECIPES, assert_same, check, need, recipe_id, run_on, with_counts
 from tests.support.compare import assert_bitwise
 from tests.support.moe_calls import context_for, run
 
@@ -28,7 +28,7 @@ def test_dirty_memory_changes_nothing(backend, fill, device):
     assert_same(run(problem, context_for(problem, backend=backend)), want)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.precision)
+@pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 def test_padding_stays_out_of_weight_gradients(backend, recipe, device):
     check(with_counts([1, 127, 129, 0, 5], device), backend, recipe)
 
@@ -53,6 +53,25 @@ def test_a_nan_stays_in_its_row(backend, device):
     assert bool(got[6].isnan().all())
     others = torch.arange(64, device=device) != 6
     assert_bitwise(got[others], want[others], "out of the other tokens")
+
+
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_a_second_checkpoint_reaches_the_backward(backend, weights, device):
+    """The transposed copies of frozen weights follow what is loaded over them."""
+    need(backend, make_problem(ProblemSpec((64,), 256, 128, 4, 2), device))
+    config = MoEConfig(256, 128, num_experts=4, top_k=2, initializer_range=0.1)
+    layer, other = (MegaMoE(config, weights=weights, backend=backend, device=device) for _ in range(2))
+    x, dout = (torch.randn(64, 256, device=device).bfloat16() for _ in range(2))
+    grads = []
+    for model, state in ((layer, None), (layer, other.state_dict()), (other, None)):
+        model.requires_grad_(False)
+        if state is not None:
+            model.load_state_dict(state)
+        leaf = x.clone().requires_grad_()
+        model(leaf).backward(dout)
+        grads.append(leaf.grad)
+    assert_bitwise(grads[1], grads[2], "dx after the second load")
+    assert not torch.equal(grads[0], grads[1])
 
 
 def test_zero_blocks(backend, device):

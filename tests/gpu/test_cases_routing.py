@@ -10,13 +10,13 @@ import torch
 from megamoe import Recipe
 from megamoe.cli.problem import ROUTINGS, ProblemSpec, make_problem
 from megamoe.errors import MegaMoEError
-from tests.support.backend_cases import BACKENDS, RECIPES, assert_same, check, need, run_on, with_counts
+from tests.support.backend_cases import BACKENDS, RECIPES, assert_same, check, need, recipe_id, run_on, with_counts
 from tests.support.compare import assert_bitwise
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.precision)
+@pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 def test_experts_without_rows_have_zero_gradients(backend, recipe, device):
     busy = with_counts([545] * 6, device)
     need(backend, busy, recipe)
@@ -24,6 +24,23 @@ def test_experts_without_rows_have_zero_gradients(backend, recipe, device):
     got = check(with_counts([162, 0, 2577, 446, 0, 83], device), backend, recipe)
     for e in (1, 4):
         assert not bool(got.dw13[e].any()) and not bool(got.dw2[e].any()), f"expert {e}"
+
+
+def test_an_optimizer_steps_experts_without_rows_like_the_others(backend, device):
+    """A rank without rows has gradients all the same: weight decay moves its experts as it does on one rank."""
+    problem = make_problem(ProblemSpec((64, 64), 256, 128, 8, 2, "first_rank"), device)
+    need(backend, problem)
+    stepped = []
+    for each in (problem, problem.on_one_rank()):
+        got = run_on(each, backend)
+        weights = [w.detach().clone() for w in (each.w13_E2IH, each.w2_EHI)]
+        for w, grad in zip(weights, (got.dw13, got.dw2), strict=True):
+            w.grad = grad.to(w.dtype)
+        torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1).step()
+        stepped.append(weights)
+    for name, two, one, before in zip(("w13", "w2"), *stepped, (problem.w13_E2IH, problem.w2_EHI), strict=True):
+        assert_bitwise(two, one, name)
+        assert_bitwise(two[4:], before[4:] * (1 - 0.1 * 0.1), f"{name} of idle experts decays and nothing else")
 
 
 @pytest.mark.parametrize("tokens", [0, 16])
@@ -86,7 +103,7 @@ def test_an_expert_twice_is_two_slots(backend, device):
     assert bool(torch.equal(dp[0], dp[1])) and bool(torch.equal(dp[2], dp[3])), "both slots of an expert see the same A"
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.precision)
+@pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_routing_on_four_ranks(backend, routing, recipe, device):
     problem = make_problem(ProblemSpec((40, 0, 130, 7), 256, 128, 8, 3, routing), device)

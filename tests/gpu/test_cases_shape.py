@@ -9,7 +9,17 @@ import torch
 
 from megamoe import Recipe
 from megamoe.cli.problem import ProblemSpec, make_problem
-from tests.support.backend_cases import BACKENDS, RECIPES, check, named, naming_problem, need, run_on, with_counts
+from tests.support.backend_cases import (
+    BACKENDS,
+    RECIPES,
+    check,
+    named,
+    naming_problem,
+    need,
+    recipe_id,
+    run_on,
+    with_counts,
+)
 from tests.support.compare import assert_bitwise
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -70,7 +80,7 @@ def test_every_row_names_its_expert(backend, counts, hidden, intermediate, devic
         assert_bitwise(run_on(problem, backend, recipe).outs[0].detach(), named(problem), "out")
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.precision)
+@pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 def test_rows_of_an_expert_are_any_number(backend, recipe, device):
     check(with_counts([44, 1, 15, 17, 0, 129, 8193, 3], device), backend, recipe)
 

@@ -16,7 +16,12 @@ from tests.support.moe_calls import Result, context_for, run
 from tests.support.poison import poison_allocator
 
 BACKENDS = ["triton", "cute"]
-RECIPES = [Recipe(), Recipe("bf16")]
+RECIPES = [Recipe(), Recipe(wgrad_operands="bf16"), Recipe("bf16")]
+
+
+def recipe_id(recipe: Recipe) -> str:
+    """Of a parametrised test."""
+    return f"{recipe.precision}-{recipe.wgrad_operands}"
 
 
 def need(backend: str, problem: Problem, recipe: Recipe | None = None) -> None:
