@@ -22,6 +22,7 @@ from cute_kernels.backward_problem import BackwardProblem
 from cute_kernels.tile_config import Problem, TileConfig
 from cute_kernels.wgrad_config import WgradConfig
 from tests.cpu.test_cute_compile import Scale, build, forget, fresh  # noqa: F401 - fresh is a fixture
+from tests.support.source_tree import on_path
 
 PROCESSES = 8
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +100,7 @@ def test_an_object_that_does_not_load_is_made_again(fresh, content):  # noqa: F8
 
 
 def in_new_process(code: str, *arguments: str, **environment: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    env = {**os.environ, **on_path(ROOT), **environment}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

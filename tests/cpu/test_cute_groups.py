@@ -26,7 +26,7 @@ from tests.cpu.test_layer_groups import check, local
 from tests.support import fake_symmetric
 from tests.support.compare import assert_bitwise
 from tests.support.distributed import run_ranks
-from tests.support.source_tree import ROOT
+from tests.support.source_tree import ROOT, on_path
 
 SPEC = dict(hidden=128, intermediate=128, num_experts=8, top_k=2)
 
@@ -333,7 +333,7 @@ for step in range(10):
 
 
 def test_when_a_process_is_gone_the_others_leave(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **on_path(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", VANISH]
     processes = [
         subprocess.Popen(

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from examples import verify_fused
-from tests.support.source_tree import ROOT
+from tests.support.source_tree import ROOT, on_path
 
 
 def test_the_three_way_check_with_the_emulation_in_the_fused_kernels_place(monkeypatch, capsys):
@@ -24,7 +24,7 @@ def test_without_a_hopper_gpu_it_says_why(capsys):
 def test_expert_parallel_processes_equal_one():
     """The example itself compares, bit for bit; one of the two ranks has no tokens."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **on_path(ROOT)}
     done = subprocess.run(
         [*command, "examples/expert_parallel.py"],
         cwd=ROOT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,12 @@ def python_files(*folders: str) -> list[Path]:
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def on_path(folder: Path) -> dict[str, str]:
+    """PYTHONPATH of a child process: the folder before what this process was given."""
+    given = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{given}" if given else str(folder)}
 
 
 def parse(path: Path) -> ast.Module:
