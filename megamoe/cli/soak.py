@@ -13,11 +13,13 @@ import argparse
 import collections
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ from megamoe.errors import MegaMoEValueError, expected
 
 SEEDS_A_PROCESS = 10_000_000
 """From the first seed of one process to that of the next."""
+
+LAST_CALL_S = 30.0
+"""How long a process that is asked to end may take to write its record."""
 
 Record = dict[str, Any]
 
@@ -70,8 +75,33 @@ def soak_main(arguments: argparse.Namespace) -> int:
     return 1 if record["failures"] or not record["calls"] else 0
 
 
+class Ended(Exception):
+    """The process was asked to end: the call under way does not count."""
+
+
+def _end(*_: object) -> None:
+    raise Ended
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run(arguments: argparse.Namespace) -> Record:
-    """Make calls in this process, and return its record."""
+    """Make calls in this process, and return its record, also where SIGTERM ends it early."""
+    with _ended_by_sigterm():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> Record:
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     begin, seed = time.monotonic(), arguments.seed
     failures: list[str] = []
@@ -88,6 +118,9 @@ def run(arguments: argparse.Namespace) -> Record:
             lowest = {**lowest, **{name: min(lowest.get(name, v), v) for name, v in outcome.levels.items()}}
             equal.update(name for name, level in outcome.levels.items() if level == float("inf"))
             failed = "; ".join(outcome.faults)
+        except Ended:
+            seed -= 1
+            break
         except Exception as error:  # whatever it is, it is a finding
             failed = f"{type(error).__name__}: {error}"
         covered.update(drawn.traits())
@@ -142,6 +175,9 @@ def run_processes(arguments: argparse.Namespace) -> Record:
             for child in children:
                 child.terminate()
             for child in children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(timeout=LAST_CALL_S)
+                child.kill()
                 child.wait()
         records = [json.loads(out.read_text()) if out.exists() else None for out in outs]
     statuses = [child.returncode for child in children]

@@ -1,6 +1,8 @@
 """`megamoe soak`: calls follow from their seeds, a difference between backends is found, and the record says so."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from megamoe import torch_steps
 from megamoe.cli import main
 from megamoe.cli.soak import SEEDS_A_PROCESS, merge
 from megamoe.cli.soak_calls import RECIPES, SIZES, draw, problem_of, rows_needed
+from tests.support.source_tree import ROOT
 
 ON_CPU = ["soak", "--backend", "torch", "--against", "torch", "--device", "cpu", "--tokens", "20", "--sizes", "1"]
 
@@ -101,6 +104,17 @@ def test_processes_at_once_have_seeds_of_their_own(tmp_path):
     assert found["seeds"] == [[3, 4], [3 + SEEDS_A_PROCESS, 4 + SEEDS_A_PROCESS]]
     assert (found["processes"], found["calls"], found["processes_without_record"]) == (2, 4, 0)
     assert found["process_seconds"] > 0 and found["wall_seconds"] > 0
+
+
+def test_a_process_that_is_asked_to_end_writes_its_record(tmp_path):
+    record = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "megamoe", *ON_CPU, "--minutes", "5", "--out", str(record)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None and process.stdout.readline().startswith("ok")
+    process.terminate()
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 0
+    assert json.loads(record.read_text())["calls"] == 1 + rest.count("ok  seed")
 
 
 def test_merged_records_hide_nothing():
