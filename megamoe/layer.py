@@ -453,7 +453,7 @@ def _check_construction(
     if recipe is not None and not isinstance(recipe, Recipe):
         problems.append(expected("recipe", "a Recipe or None", type(recipe).__name__, "Pass Recipe('fp8')."))
     known = [name for name in inspect.signature(MoEContext).parameters if name not in _OWN_OPTIONS]
-    for name in options.keys() - known:
+    for name in sorted(options.keys() - set(known)):
         problems.append(expected("MegaMoE", f"options {', '.join([*_OWN_OPTIONS, *known])}", repr(name)))
     if problems:
         raise MegaMoETypeError("\n".join(problems))
