@@ -26,7 +26,7 @@ from megamoe.cli.bench_problem import (
     errors,
     triton_stages,
 )
-from megamoe.cli.bench_torch import ceilings, torch_gemms, torch_wgrads
+from megamoe.cli.bench_torch import COPY_OF, ceilings, same_size_copies, torch_gemms, torch_wgrads
 from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape
 from megamoe.cli.records import Record, environment, gpu_name, write_records
 from megamoe.cli.timing import Timing, captured, clock_mhz, time_variants
@@ -213,7 +213,10 @@ def bench_case(
     if "stages" in benches and "triton" in runs and spec.num_ranks == 1:
         stages = triton_stages(problem, runs["triton"].experts[0], training)
         variants |= {(stage, "triton"): variant for stage, variant in stages.items()}
-        variants |= {(bench, "torch"): variant for bench, variant in ceilings(device, recipe.precision).items()}
+        beside = ceilings(device, recipe.precision)
+        moved = {bench: v.num_bytes for (bench, backend), v in variants.items() if backend == "triton" and v.num_bytes}
+        beside |= same_size_copies(moved, device)
+        variants |= {(bench, "torch"): variant for bench, variant in beside.items()}
     calls: dict[tuple[str, str], Run] = {}
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     for key, variant in variants.items():
@@ -229,6 +232,7 @@ def bench_case(
         record["includes"] = INCLUDES.get(bench)
         records.append(record | figures(variant, times[bench, backend]) | facts[bench, backend])
     add_ratios(records)
+    records = [r for r in records if not str(r["bench"]).startswith(COPY_OF)]
     return [r | {"clock_mhz": clock} | environment(str(r["backend"]), device) for r in records], failed
 
 
@@ -321,6 +325,8 @@ def add_ratios(records: list[Record]) -> None:
         r["ratio_to_triton"] = triton / r["us"] if triton else None
         beside = None if r["backend"].startswith("torch_") else gemms.get(r["bench"])
         r["ratio_to_torch_gemms"] = beside / r["us"] if beside else None
+        copy = us.get((COPY_OF + r["bench"], "torch"))
+        r["copy_share"] = copy / r["us"] if copy else None
         r["roof_share"] = None
         if top and r["tflops"]:
             r["roof_share"] = r["tflops"] / top["dense_matmul"]["tflops"]
@@ -330,14 +336,15 @@ def add_ratios(records: list[Record]) -> None:
 
 def show(records: list[Record]) -> None:
     """A plain table."""
-    heads = f"{'us':>10} {'sustained':>10} {'TFLOP/s':>8} {'GB/s':>6} {'roof':>5}"
+    heads = f"{'us':>10} {'sustained':>10} {'TFLOP/s':>8} {'GB/s':>6} {'roof':>5} {'copy':>5}"
     print(f"{'bench':<16} {'shape':<8} {'backend':<24} {heads}")
     for r in records:
         tflops, rate, roof = (r.get(k) for k in ("tflops", "gb_per_s", "roof_share"))
         cells = ["" if tflops is None else f"{tflops:.0f}", "" if rate is None else f"{rate:.0f}"]
-        share = "" if roof is None else f"{roof:.0%}"
+        cells += ["" if v is None else f"{v:.0%}" for v in (roof, r.get("copy_share"))]
+        rates = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, (8, 6, 5, 5), strict=True))
         times = f"{r['us']:>10.1f} {r['us_sustained']:>10.1f}"
-        print(f"{r['bench']:<16} {r['shape']:<8} {r['backend']:<24} {times} {cells[0]:>8} {cells[1]:>6} {share:>5}")
+        print(f"{r['bench']:<16} {r['shape']:<8} {r['backend']:<24} {times} {rates}")
 
 
 def cases_of(args: argparse.Namespace) -> Iterator[tuple[str, ProblemSpec, argparse.Namespace]]:

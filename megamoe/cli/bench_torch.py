@@ -131,6 +131,26 @@ def _wgrad_variants(
     }
 
 
+COPY_OF = "copy_of_"
+"""Before a bench's name: a copy of as many bytes."""
+
+
+def same_size_copies(num_bytes: dict[str, int], device: torch.device) -> dict[str, Variant]:
+    """A copy of as many bytes as each bench moves, half of them read and half written: what the card does with so few.
+
+    A small kernel cannot reach the rate of a large copy: a launch takes its time, and lines that the flush before it
+    left in the L2 cache are written back meanwhile. An elementwise kernel, as a copy would be a copy node of a graph.
+    """
+    if device.type != "cuda" or not num_bytes:
+        return {}
+    source, target = (torch.zeros(max(num_bytes.values()) // 8, device=device) for _ in range(2))
+
+    def copy(count: int) -> Run:
+        return lambda: torch.add(source[:count], 0.0, out=target[:count])
+
+    return {COPY_OF + bench: Variant(copy(n // 8), num_bytes=n) for bench, n in num_bytes.items()}
+
+
 def ceilings(device: torch.device, precision: str) -> dict[str, Variant]:
     """What the card does at best: a copy, and one dense product of torch in the same precision."""
     if device.type != "cuda":

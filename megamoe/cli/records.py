@@ -47,6 +47,7 @@ OPTIONAL: dict[str, type] = {
     "ratio_to_triton": float,
     "ratio_to_torch_gemms": float,
     "roof_share": float,
+    "copy_share": float,
     "gb_per_s": float,
     "peak_bytes": int,
     "graph": bool,
@@ -57,9 +58,10 @@ OPTIONAL: dict[str, type] = {
     "rel_l2_dw13": float,
     "rel_l2_dw2": float,
 }
-"""Fields of some records: ratios (> 1: ours is faster), share of the roof (1: on it), errors against the
-oracle; `graph`: whether launches were replayed from a CUDA graph; `includes`: what is inside the time. torch's
-GEMMs are those of a forward in the recipe's precision, or for weight gradients its bf16 products alone."""
+"""Fields of some records: ratios (> 1: ours is faster), share of the roof (1: on it) or of the speed of a copy of the
+same bytes, errors against the oracle; `graph`: whether launches were replayed from a CUDA graph; `includes`: what is
+inside the time. torch's GEMMs are those of a forward in the recipe's precision, or for weight gradients its bf16
+products alone."""
 
 _ROOT = Path(megamoe.__file__).resolve().parent.parent
 _SOURCES = {"triton": "megamoe/triton_kernels", "cute": "cute_kernels"}

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import charts
 from benchmarks import records as benchmarks_records
-from megamoe.cli import bench, bench_problem, chart, timing
+from megamoe.cli import bench, bench_problem, bench_torch, chart, timing
 from megamoe.cli.problem import ProblemSpec, draw_topk_ids
 from megamoe.cli.records import environment, gpu_name, kernel_hash, write_records
 from megamoe.errors import BackendUnavailable, MegaMoEValueError
@@ -110,6 +110,19 @@ def test_rows_say_what_they_include_and_ratios_what_they_compare(committed):
     bench.add_ratios(records)
     assert [r["ratio_to_torch_gemms"] for r in records] == [1.5, 2.0, 0.5, None, None, None]
     assert [r["ratio_to_triton"] for r in records[:3]] == [None, 4.0, 1.0]
+
+
+def test_small_kernels_are_held_against_a_copy_of_their_size():
+    rates = {"quantize": ("triton", 4.0, 500.0), "copy_of_quantize": ("torch", 3.0, 660.0), "copy": ("torch", 9.0, 1e3)}
+    records = [
+        {"bench": bench, "backend": backend, "us": us, "tflops": None, "gb_per_s": rate}
+        for bench, (backend, us, rate) in rates.items()
+    ]
+    records.append({"bench": "dense_matmul", "backend": "torch", "us": 1.0, "tflops": 1.0, "gb_per_s": None})
+    bench.add_ratios(records)
+    assert [r["copy_share"] for r in records] == [0.75, None, None, None]
+    assert [r["roof_share"] for r in records] == [0.5, 0.66, 1.0, 1.0]
+    assert bench_torch.same_size_copies({"quantize": 64}, torch.device("cpu")) == {}
 
 
 def test_parts_of_the_backward_are_timed_alone_and_checked(tmp_path, monkeypatch, capsys):
