@@ -121,8 +121,9 @@ def test_bf16_steps_round_and_transpose_only(device):
     x, w = torch.randn(3, 40, device=device), torch.randn(2, 6, 40, device=device)
     assert_same_quantized(triton_kernels.quantize_rows(x, recipe), torch_steps.quantize_rows(x, recipe), "x")
     assert_same_quantized(triton_kernels.quantize_weight(w, recipe, 2), torch_steps.quantize_weight(w, recipe, 2), "w")
-    _, copy = triton_kernels.quantize_weight_with_transpose(w, recipe, 2)
-    assert_same_quantized(copy, torch_steps.quantize_weight(w, recipe, 2).transposed(), "transposed")
+    for v in (w, torch.randn(3, 130, 200, device=device).bfloat16(), w.transpose(1, 2), w[:0]):
+        _, copy = triton_kernels.quantize_weight_with_transpose(v, recipe, 2)
+        assert_same_quantized(copy, torch_steps.quantize_weight(v, recipe, 2).transposed(), "transposed")
 
 
 PLANS = [(8, 2, (40,)), (6, 3, (100, 0, 7)), (512, 8, (33, 50)), (4, 1, (0,)), (1, 1, (300,)), (12, 12, (5, 9, 0, 1))]
