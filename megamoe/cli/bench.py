@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,15 +56,15 @@ INCLUDES = {
 """What is inside a bench's time."""
 TORCH_WGRAD = "products alone, operands made beforehand"
 BIG = "cute,cute_wgrad_bf16,triton,triton_wgrad_bf16"
-SMALL = {"backends": "cute,cute_wgrad_bf16,triton", "bench": "forward,backward,fwd_bwd,dgrad,wgrad"}
-SUITE = (
+SMALL: dict[str, Any] = {"backends": "cute,cute_wgrad_bf16,triton", "bench": "forward,backward,fwd_bwd,dgrad,wgrad"}
+SUITE: tuple[dict[str, Any], ...] = (
     {"shapes": "A", "backends": BIG},
     {"shapes": "B", "backends": BIG},
     {"shapes": "C", "backends": BIG},
     {"shapes": "A", "routing": "zipf"} | SMALL,
     {"shapes": "A", "tokens": 1024} | SMALL,
     {"shapes": "A", "tokens": 128} | SMALL,
-    *({"shapes": "A", "routing": "balanced", "ranks": ranks} | SMALL for ranks in (1, 2, 4)),
+    *(SMALL | {"shapes": "A", "routing": "balanced", "ranks": ranks} for ranks in (1, 2, 4)),
     {"shapes": "A,B,C", "precision": "bf16", "backends": "triton"} | {"bench": "forward,backward,fwd_bwd,dgrad,wgrad"},
 )
 """The cases of the committed records: those that name no benches with stages and charts, the others with the layer
@@ -352,7 +353,13 @@ def cases_of(args: argparse.Namespace) -> Iterator[tuple[str, ProblemSpec, argpa
     if not args.suite:
         yield from ((name, spec, args) for name, spec in specs_of(args))
         return
-    plain = {"tokens": None, "routing": "uniform", "ranks": 1, "precision": "fp8", "bench": ",".join(BENCHES)}
+    plain: dict[str, Any] = {
+        "tokens": None,
+        "routing": "uniform",
+        "ranks": 1,
+        "precision": "fp8",
+        "bench": ",".join(BENCHES),
+    }
     for case in SUITE:
         options = argparse.Namespace(**vars(args) | plain | case)
         yield from ((name, spec, options) for name, spec in specs_of(options))
