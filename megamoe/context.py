@@ -204,6 +204,8 @@ class MoEContext:
         if self.shapes.is_group and self.static_tokens is None:
             nothing = torch.empty(0, 1, dtype=torch.int64, device=device)
             self.transport(backends.BACKENDS["torch"]).plan([nothing], self.shapes.num_ranks, error=error)
+        elif self.static_tokens is not None and isinstance(self.world, dist.ProcessGroup):
+            backends.refuse(self.world, self.static_tokens)
         raise error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEContext:

@@ -11,7 +11,7 @@ from megamoe.backends.cute import CuteBackend
 from megamoe.backends.stepwise import StepwiseBackend, TritonBackend
 from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
 
-__all__ = ["BACKENDS", "Backend", "BackendName", "Problem", "check_name", "release", "resolve", "why_not"]
+__all__ = ["BACKENDS", "Backend", "BackendName", "Problem", "check_name", "refuse", "release", "resolve", "why_not"]
 
 BackendName = Literal["auto", "torch", "triton", "cute"]
 
@@ -59,6 +59,17 @@ def resolve(name: str, problem: Problem) -> Backend:
     if problem.world == "group" and problem.transport != "symmetric":
         candidates = [b for b in candidates if not b.is_fused]
     return next(backend for backend in candidates if backend.why_not(problem) is None).variant(problem)
+
+
+def refuse(group: dist.ProcessGroup, max_tokens: int) -> None:
+    """End the fused call that the other ranks of a group are about to make, in place of making it.
+
+    Args:
+        max_tokens: the bound of T with which that call comes; nothing is done where no call of that size has been made.
+    """
+    for backend in BACKENDS.values():
+        if isinstance(backend, CuteBackend):
+            backend.groups.refuse(group, max_tokens)
 
 
 def release(group: dist.ProcessGroup) -> None:

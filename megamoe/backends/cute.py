@@ -7,8 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,18 +15,15 @@ import torch
 from megamoe import unfused
 from megamoe.backends.base import Backend, Problem
 from megamoe.backends.cute_groups import GroupWorkspaces
-from megamoe.backends.cute_shared import SOURCE_SHIFT, Shared, check_tokens
+from megamoe.backends.cute_shared import SOURCE_SHIFT, Shared, check_tokens, watchdog
 from megamoe.backends.stepwise import StepwiseBackend
 from megamoe.comm.transport import GroupTransport, Transport
 from megamoe.deferred import WeightJob
-from megamoe.errors import MegaMoEValueError, expected
 from megamoe.overlap import OverlapConfig
 from megamoe.quantize import QuantizedRows, QuantizedWeight
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan, check_id_values
 from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, RowOrder, Saved
-
-TIMEOUT_VARIABLE = "MEGAMOE_TIMEOUT_S"
 
 KEPT_WORKSPACES = 4
 """Workspaces of different sizes kept for later calls; the one unused for longest goes first."""
@@ -394,20 +389,6 @@ def tiling(overlap: OverlapConfig) -> dict[str, Any]:
     chosen: dict[str, Any] = overlap.tiling
     found: dict[str, Any] = {"config": TileConfig(**chosen)} if chosen else {}
     return found | watchdog()
-
-
-def watchdog() -> dict[str, float]:
-    """The longest wait of a fused call for another rank, where the environment says it (`MEGAMOE_TIMEOUT_S`)."""
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    if not text:
-        return {}
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < math.inf:
-        raise MegaMoEValueError(expected(TIMEOUT_VARIABLE, "a positive number of seconds", repr(text)))
-    return {"timeout_s": seconds}
 
 
 def _is_exchange(problem: Problem) -> bool:

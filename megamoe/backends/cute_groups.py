@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megamoe.backends.cute_shared import Shared, check_tokens
+from megamoe.backends.cute_shared import Shared, check_tokens, watchdog
 from megamoe.comm.transport import GroupTransport
 from megamoe.comm.wires import GroupWire
 from megamoe.errors import CapacityError, expected
@@ -86,6 +86,12 @@ class GroupWorkspaces:
         sizes = Sizes(dout.shape[1], num_experts, order.top_k, max_tokens, rows, overlap.reserve_sms)
         return kept.shared(sizes, dout.device)
 
+    def refuse(self, group: dist.ProcessGroup, max_tokens: int) -> None:
+        """Take this rank's part in the others' next call of that size without making it; they end with an error."""
+        kept = self._of_group.get(group)
+        if kept is not None:
+            kept.refuse(max_tokens)
+
     def release(self, group: dist.ProcessGroup) -> None:
         """Give back the memory kept for a group. A collective; calls that run are waited for."""
         kept = self._of_group.pop(group, None)
@@ -122,6 +128,14 @@ class _Kept:
         assert group is not None
         self._shared[sizes] = GroupShared(group, sizes, device, forget=lambda: self._shared.pop(sizes, None))
         return self._shared[sizes]
+
+    def refuse(self, max_tokens: int) -> None:
+        from cute_kernels.launch import refuse
+
+        sized = [shared for sizes, shared in self._shared.items() if sizes.max_tokens == max_tokens]
+        if sized:
+            with sized[-1].call():  # the one used last
+                refuse(sized[-1].workspaces[0], **watchdog())
 
     def close(self) -> None:
         for shared in self._shared.values():

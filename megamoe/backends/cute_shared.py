@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +20,22 @@ from megamoe.errors import (
 
 SOURCE_SHIFT = 27
 """Row codes: source rank << 27 | token * K + slot."""
+
+TIMEOUT_VARIABLE = "MEGAMOE_TIMEOUT_S"
+
+
+def watchdog() -> dict[str, float]:
+    """The longest wait of a fused call for another rank, where the environment says it (`MEGAMOE_TIMEOUT_S`)."""
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    if not text:
+        return {}
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise MegaMoEValueError(expected(TIMEOUT_VARIABLE, "a positive number of seconds", repr(text)))
+    return {"timeout_s": seconds}
 
 
 def check_tokens(max_tokens: int, top_k: int) -> None:

@@ -20,7 +20,7 @@ from megamoe.backends import BACKENDS, cute_groups, release
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.comm import Hierarchy
 from megamoe.comm.reach import why_not_symmetric
-from megamoe.errors import CapacityError, MegaMoEValueError
+from megamoe.errors import CapacityError, MegaMoEError, MegaMoEValueError
 from megamoe.overlap import OverlapConfig
 from tests.cpu.test_layer_groups import check, local
 from tests.support import fake_symmetric
@@ -54,27 +54,29 @@ def same_as_one_rank(rank, spec, options, nodes):
     return fake_symmetric.num_mapped()
 
 
-@pytest.mark.parametrize("transport", ["symmetric", "nccl"])
 @pytest.mark.parametrize(
     ("tokens", "routing", "options"),
     [
-        ((20, 13), "uniform", {}),
-        ((64, 64), "first_rank", dict(save="repull")),  # rank 1 receives nothing
-        ((64, 64), "first_rank", dict(save="recompute")),
-        ((0, 33), "masked", {}),
-        ((0, 0), "uniform", dict(save="recompute")),
-        ((17, 0, 40, 1), "duplicates", {}),
-        ((17, 0, 40, 1), "uniform", dict(capacity="worst", max_tokens_per_rank=40)),
-        ((20, 13), "uniform", dict(capacity=1024, max_tokens_per_rank=32, save="recompute")),
-        ((20, 13), "uniform", dict(capacity=1024, save="repull")),
-        ((30,), "uniform", {}),  # a group of one
+        ((20, 13), "uniform", dict(transport="nccl")),
+        ((64, 64), "first_rank", dict(save="repull", transport="symmetric")),  # rank 1 receives nothing
+        ((64, 64), "first_rank", dict(save="repull", transport="nccl")),
+        ((64, 64), "first_rank", dict(save="recompute", transport="nccl")),
+        ((0, 33), "masked", dict(transport="symmetric")),
+        ((0, 0), "uniform", dict(save="recompute", transport="symmetric")),
+        ((0, 0), "uniform", dict(transport="nccl")),
+        ((17, 0, 40, 1), "duplicates", dict(transport="symmetric")),
+        ((17, 0, 40, 1), "uniform", dict(capacity="worst", max_tokens_per_rank=40, transport="nccl")),
+        ((20, 13), "uniform", dict(capacity=1024, max_tokens_per_rank=32, save="recompute", transport="symmetric")),
+        ((20, 13), "uniform", dict(capacity=1024, save="repull", transport="symmetric")),
+        ((30,), "uniform", dict(transport="symmetric")),  # a group of one
+        ((30,), "uniform", dict(transport="nccl")),
     ],
     ids=str,
 )
-def test_same_bits_as_one_rank(tokens, routing, options, transport):
+def test_same_bits_as_one_rank(tokens, routing, options):
     spec = SPEC | dict(num_tokens=tokens, routing=routing)
-    mapped = run_ranks(same_as_one_rank, len(tokens), spec, options | dict(transport=transport), 0)
-    assert all((n > 0) == (transport == "symmetric") for n in mapped), "who maps the memory of peers"
+    mapped = run_ranks(same_as_one_rank, len(tokens), spec, options, 0)
+    assert all((n > 0) == (options["transport"] == "symmetric") for n in mapped), "who maps the memory of peers"
 
 
 @pytest.mark.parametrize("save", ["pool", "recompute"])
@@ -308,6 +310,29 @@ def overflows(rank):
 
 def test_capacity_too_small_is_refused_on_all_ranks():
     assert run_ranks(overflows, 2) == [True, True]
+
+
+def refusing(rank):
+    """Sizes are fixed, so nobody asks: a rank that finds a fault on its host takes part in the others' call all the
+    same, once a call of that size has been made."""
+    by_emulation()
+    refused = []
+    pytest.MonkeyPatch().setattr("cute_kernels.launch.refuse", lambda workspace: refused.append(workspace.max_tokens))
+    fixed = dict(capacity=1024, max_tokens_per_rank=64)
+    context = MoEContext(world=dist.group.WORLD, backend="cute", **fixed)
+    problem = make_problem(ProblemSpec((20, 13), **SPEC))
+    x, p, w13, w2 = local(problem, rank)
+    with pytest.raises(MegaMoEError, match="topk_ids: expected int32 or int64"):
+        mega_moe(x, problem.topk_ids[rank].to(torch.int16), p, w13, w2, context=context)
+    assert refused == [], "there is no such call yet"
+    call(context, rank, (20, 13))
+    with pytest.raises(MegaMoEError, match="topk_ids: expected int32 or int64"):
+        mega_moe(x, problem.topk_ids[rank].to(torch.int16), p, w13, w2, context=context)
+    return refused
+
+
+def test_a_fault_on_the_host_ends_the_call_of_all():
+    assert run_ranks(refusing, 2) == [[64], [64]]
 
 
 def test_release_of_what_is_not_kept_does_nothing():
