@@ -18,7 +18,7 @@ pytest.importorskip("cutlass")
 from megamoe import LocalWorld, MegaMoE, MoEConfig, MoEContext, mega_moe
 from megamoe.backends import BACKENDS, cute_groups, release
 from megamoe.cli.problem import ProblemSpec, make_problem
-from megamoe.comm import Hierarchy
+from megamoe.comm import Hierarchy, wires
 from megamoe.comm.reach import why_not_symmetric
 from megamoe.errors import CapacityError, MegaMoEError, MegaMoEValueError
 from megamoe.overlap import OverlapConfig
@@ -120,6 +120,37 @@ def test_the_layer_trains_alike_over_memory_and_over_all_to_alls(overlap):
         for a, b in zip(found[0][rank], found[1][rank], strict=True):
             assert_bitwise(a, b, f"rank {rank}")
     assert found[0][0][0].isfinite().all() and found[0][0][0].any()
+
+
+def seam(rank):
+    """What a backward over all-to-alls does when, from the launch of dgrad on."""
+    by_emulation()
+    from cute_kernels import backward_launch, wgrad_launch
+
+    events, patch = [], pytest.MonkeyPatch()
+
+    def noted(name, function):
+        return lambda *args, **kwargs: (events.append(name), function(*args, **kwargs))[1]
+
+    def start(*args):
+        events.append("start")
+        finish = original(*args)
+        return noted("wait", finish)
+
+    original = wires.start_all_to_all
+    patch.setattr(wires, "start_all_to_all", start)
+    patch.setattr(backward_launch, "fused_backward", noted("dgrad", backward_launch.fused_backward))
+    patch.setattr(wgrad_launch, "weight_gradients", noted("wgrad", wgrad_launch.weight_gradients))
+    context = MoEContext(world=dist.group.WORLD, backend="cute", transport="nccl")
+    problem = make_problem(ProblemSpec((20, 13), **SPEC))
+    x, p, w13, w2 = local(problem, rank)
+    mega_moe(x, problem.topk_ids[rank], p, w13, w2, context=context).sum().backward()
+    return events[events.index("dgrad") :]
+
+
+def test_weight_gradients_run_while_dx_is_on_its_way():
+    for events in run_ranks(seam, 2):
+        assert events == ["dgrad", "start", "wgrad", "wait", "start", "wait"], "dx, then dp"
 
 
 # ---------------------------------------------------------------- choice
