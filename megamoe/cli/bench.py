@@ -31,6 +31,7 @@ from megamoe.cli.bench_torch import COPY_OF, ceilings, same_size_copies, torch_g
 from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape
 from megamoe.cli.records import Record, environment, gpu_name, write_records
 from megamoe.cli.timing import Timing, captured, clock_mhz, time_variants
+from megamoe.cli.verify import device_of
 from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
 from megamoe.recipe import Recipe
 
@@ -371,7 +372,9 @@ def bench_main(args: argparse.Namespace) -> int:
         from megamoe.cli.bench_group import bench_group
 
         return bench_group(args)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if args.rounds < 1:
+        raise MegaMoEValueError(expected("--rounds", "at least 1", args.rounds))
+    device = device_of(args.device)
     folder = args.out / gpu_name(device)
     files: dict[str, list[Record]] = {args.name: [], "stages": []}
     failed = 0

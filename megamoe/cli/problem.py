@@ -94,7 +94,10 @@ def spelled_as_options() -> Iterator[None]:
         yield
     except MegaMoEError as error:
         lines = [line.partition(":") for line in str(error).splitlines()]
-        spelled = [OPTIONS.get(name, "--" + name.replace("_", "-")) + colon + rest for name, colon, rest in lines]
+        spelled = [
+            (name if name.startswith("--") else OPTIONS.get(name, "--" + name.replace("_", "-"))) + colon + rest
+            for name, colon, rest in lines
+        ]
         raise type(error)("\n".join(spelled)) from None
 
 

@@ -27,6 +27,7 @@ import torch
 
 from megamoe._version import __version__
 from megamoe.cli.soak_calls import SIZES, compare, draw
+from megamoe.cli.verify import device_of
 from megamoe.errors import MegaMoEValueError, expected
 
 SEEDS_A_PROCESS = 10_000_000
@@ -59,6 +60,7 @@ def soak_main(arguments: argparse.Namespace) -> int:
         ("--tokens", arguments.tokens, 1, None),
         ("--sizes", arguments.sizes, 1, len(SIZES)),
         ("--processes", arguments.processes, 1, 64),
+        ("--calls", 1 if arguments.calls is None else arguments.calls, 1, None),
     ):
         if value < low or (high is not None and value > high):
             contract = f"at least {low}" if high is None else f"{low} to {high}"
@@ -79,42 +81,60 @@ class Ended(Exception):
     """The process was asked to end: the call under way does not count."""
 
 
-def _end(*_: object) -> None:
-    raise Ended
+class _Ending:
+    """Turns SIGTERM into `Ended` inside a call, and into a wish between two: what is printed is also recorded."""
+
+    def __init__(self) -> None:
+        self.is_asked = self.is_in_call = False
+
+    def __call__(self, *_: object) -> None:
+        self.is_asked = True
+        if self.is_in_call:
+            raise Ended
+
+    @contextlib.contextmanager
+    def in_call(self) -> Iterator[None]:
+        self.is_in_call = True
+        try:
+            yield
+        finally:
+            self.is_in_call = False
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _ended_by_sigterm() -> Iterator[_Ending]:
+    ending = _Ending()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield ending
         return
-    before = signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, ending)
     try:
-        yield
+        yield ending
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def run(arguments: argparse.Namespace) -> Record:
     """Make calls in this process, and return its record, also where SIGTERM ends it early."""
-    with _ended_by_sigterm():
-        return _run(arguments)
+    with _ended_by_sigterm() as ending:
+        return _run(arguments, ending)
 
 
-def _run(arguments: argparse.Namespace) -> Record:
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+def _run(arguments: argparse.Namespace, ending: _Ending) -> Record:
+    device = device_of(arguments.device)
     begin, seed = time.monotonic(), arguments.seed
     failures: list[str] = []
     lowest: dict[str, float] = {}
     equal: collections.Counter[str] = collections.Counter()
     covered: collections.Counter[str] = collections.Counter()
-    while time.monotonic() - begin < 60 * arguments.minutes:
+    while time.monotonic() - begin < 60 * arguments.minutes and not ending.is_asked:
         if arguments.calls is not None and seed - arguments.seed >= arguments.calls:
             break
         drawn = draw(seed, arguments.tokens, arguments.sizes)
         seed += 1
         try:
-            outcome = compare(drawn, arguments.backend, arguments.against, device)
+            with ending.in_call():
+                outcome = compare(drawn, arguments.backend, arguments.against, device)
             lowest = {**lowest, **{name: min(lowest.get(name, v), v) for name, v in outcome.levels.items()}}
             equal.update(name for name, level in outcome.levels.items() if level == float("inf"))
             failed = "; ".join(outcome.faults)

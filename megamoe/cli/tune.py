@@ -273,6 +273,8 @@ def problem_of(args: argparse.Namespace, group: Any) -> tuple[MoEConfig, Problem
 
 def tune_main(args: argparse.Namespace, timer: Timer = measure) -> int:
     """Run `megamoe tune`; returns its exit status."""
+    if args.rounds < 1:
+        raise MegaMoEValueError(expected("--rounds", "at least 1", args.rounds))
     device, group = device_of(args.device), _join(args.device)
     is_first = group is None or dist.get_rank(group) == 0
     with spelled_as_options():

@@ -140,6 +140,8 @@ def test_no_time_is_no_success():
     [
         ("--tokens", "0", "at least 1, got 0"),
         ("--sizes", "9", "1 to 5, got 9"),
+        ("--calls", "0", "at least 1, got 0"),
+        ("--device", "bogus", "cpu, cuda or cuda:N, got 'bogus'"),
         ("--processes", "0", "1 to 64, got 0"),
     ],
 )

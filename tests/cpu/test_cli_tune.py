@@ -154,7 +154,8 @@ def test_real_steps_over_virtual_ranks(tmp_path, capsys):
         (["--ranks", "5"], "--ranks: expected a divisor of 12 tokens and 8 experts, got 5"),
         (["--wgrad", "inline,never"], "--wgrad: expected 'inline', 'stream' or 'delayed', got 'never'"),
         (["--clamp", "-1"], "--clamp: expected a positive finite limit or None, got -1.0"),
-        (["--shape", "8,128"], "--shape: expected A, B, C or E,H,I,K, got '8,128'"),
+        (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
+        (["--shape", "8,128"], "megamoe tune: --shape: expected A, B, C or E,H,I,K, got '8,128'"),
     ],
 )
 def test_refusals(options, match, capsys):

@@ -188,10 +188,10 @@ def test_figures_without_a_value_become_null():
 @pytest.mark.parametrize(
     "options,message",
     [
-        (["--tokens", "a"], "--tokens: expected integers separated by commas, got 'a'"),
+        (["--tokens", "a"], "^megamoe verify: --tokens: expected integers separated by commas, got 'a'"),
         (["--seeds", ""], "--seeds: expected integers separated by commas, got ''"),
         (["--tokens", "1,2", "--ranks", "3"], "--tokens: expected one T, or one for each of the 3 ranks, got 1,2"),
-        (["--ranks", "0"], "--ranks: expected at least 1, got 0"),
+        (["--ranks", "0"], "^megamoe verify: --ranks: expected at least 1, got 0"),
         (["--experts", "5"], "verify: --experts: expected a positive multiple of the 2 ranks, got 5"),
         (["--routing", "nope"], "verify: --routing: expected one of uniform, .*, got 'nope'"),
         (["--tokens", "-1"], r"verify: --tokens: expected T >= 0 for each rank, got \(-1, -1\)"),

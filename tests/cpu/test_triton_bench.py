@@ -206,6 +206,14 @@ def test_write_records_puts_one_on_a_line(tmp_path):
 def test_options_are_refused_by_name():
     with pytest.raises(MegaMoEValueError, match=r"--shapes: expected A, B, C or E,H,I,K, got 'Q'"):
         bench.bench_main(parse("--shapes", "Q"))
+    with pytest.raises(MegaMoEValueError, match=r"--rounds: expected at least 1, got 0"):
+        options = parse("--shapes", "A")
+        options.rounds = 0
+        bench.bench_main(options)
+    with pytest.raises(MegaMoEValueError, match=r"--device: expected cpu.*, got 'cuda:99'"):
+        options = parse("--shapes", "A")
+        options.device = "cuda:99"
+        bench.bench_main(options)
     with pytest.raises(MegaMoEValueError, match=r"--ranks: expected a divisor of 30 tokens, got 4"):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--tokens", "30", "--ranks", "4"))
     with pytest.raises(
