@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megamoe.errors import MegaMoETypeError, expected
+
 
 class CommEvent:
     """A point in the work of a CUDA stream; on the CPU, where calls end when they return, a point long past.
@@ -47,6 +49,11 @@ def _comm_stream(device: torch.device) -> torch.cuda.Stream:
 @contextlib.contextmanager
 def comm_stream(inputs: Sequence[torch.Tensor], is_async: bool, previous_event: CommEvent | None) -> Iterator[None]:
     """Where a call runs: the current stream, or a stream of its own behind `previous_event` (None: all work so far)."""
+    if previous_event is not None and not isinstance(previous_event, CommEvent):
+        next_step = "Make one by CommEvent.record(device)."
+        raise MegaMoETypeError(
+            expected("previous_event", "a CommEvent or None", type(previous_event).__name__, next_step)
+        )
     device = inputs[0].device
     if device.type != "cuda":
         yield

@@ -165,9 +165,10 @@ def _plan(
         num_experts, width, item = options.num_experts, call.tensors[0].shape[1], call.tensors[0].element_size()
     else:
         ids = [torch.empty(0, 0, dtype=torch.int64, device=call.tensors[0].device)] * len(transport.local_ranks)
-        if options is not None and options.num_worst_tokens is not None:
+        options = options if isinstance(options, DispatchOptions) else DispatchOptions(1)
+        if options.num_worst_tokens is not None:
             max_tokens = 0
-    options = options or DispatchOptions(1)
+    assert options is not None
     agreed = {
         "x.shape[1]": width,
         "x.element_size()": item,

@@ -48,6 +48,8 @@ class DispatchOptions:
                 raise MegaMoETypeError(expected(name, "an integer", repr(value)))
             if value < lowest:
                 raise MegaMoEValueError(expected(name, f"at least {lowest}", value))
+        if not isinstance(self.expand, bool):
+            raise MegaMoETypeError(expected("expand", "True or False", repr(self.expand)))
 
 
 class TokensPerExpert(NamedTuple):

@@ -232,8 +232,12 @@ def test_bad_options_are_refused() -> None:
             DispatchOptions(**{"num_experts": 4, name: 0})
         with pytest.raises(MegaMoETypeError, match=f"{name}: expected an integer, got 'four'"):
             DispatchOptions(**{"num_experts": 4, name: "four"})
+    with pytest.raises(MegaMoETypeError, match="expand: expected True or False, got None"):
+        DispatchOptions(4, expand=None)
     with pytest.raises(MegaMoETypeError, match="topk_ids: expected int32 or int64"):
         get_dispatch_layout(torch.zeros(2, 2), 4, 2)
+    with pytest.raises(MegaMoETypeError, match="topk_ids: expected an int32 or int64 tensor .* got NoneType"):
+        get_dispatch_layout(None, 4, 2)
     with pytest.raises(MegaMoEValueError, match="num_experts: expected a positive multiple of the 3 ranks, got 4"):
         get_dispatch_layout(torch.zeros(2, 2, dtype=torch.int64), 4, 3)
 
@@ -249,6 +253,8 @@ def test_bad_arguments_of_dispatch_are_refused() -> None:
     refused(MegaMoETypeError, "^x: expected a tensor, or a list of them, got None.$", None)
     refused(MegaMoETypeError, "^topk_ids: expected a tensor, or a list of them, got str.$", x, "ids")
     refused(MegaMoETypeError, "options: expected DispatchOptions, got NoneType. Pass", x, ids, options=None)
+    refused(MegaMoETypeError, "options: expected DispatchOptions, got dict. Pass", x, ids, options={"num_experts": 4})
+    refused(MegaMoETypeError, "previous_event: expected a CommEvent or None, got str.", x, ids, previous_event="e")
     refused(MegaMoEValueError, "topk_ids: expected a tensor, got None", x)
     refused(
         MegaMoEValueError,
