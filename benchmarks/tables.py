@@ -17,19 +17,19 @@ SETTING = ("clock_mhz", "torch", "triton", "cutlass_dsl", "date")
 """What is said once, above a table."""
 CALL = ("bench", "shape", "T", "routing", "ranks", "precision")
 """What tells one measured call from another; backends stand side by side."""
+WHOLE = ("forward", "backward", "fwd_bwd", "fwd_bwd_requantized")
+"""The benches of whole passes, which the README shows; their parts are in the files."""
 ORDER = ("cute", "triton", "cute_wgrad_bf16", "triton_wgrad_bf16")
 
 
 def render(everything: Mapping[str, Sequence[Record]]) -> str:
-    """The records of whole layers as Markdown tables; the other files by name."""
+    """The records of whole passes of layers as Markdown tables; the files by name."""
     if not any(everything.values()):
         return "No record is committed yet: nothing has been measured."
     shown = [name for name, records in sorted(everything.items()) if name.endswith("/layer") and records]
-    others = [f"`benchmarks/results/{name}.json`" for name in sorted(everything) if name not in shown]
-    parts = [_section(name, everything[name]) for name in shown]
-    parts += (
-        [f"More, stage by stage: {', '.join(others)}; `python -m benchmarks.records` prints them."] if others else []
-    )
+    files = [f"`benchmarks/results/{name}.json`" for name in sorted(everything)]
+    parts = [_section(name, [r for r in everything[name] if r["bench"] in WHOLE]) for name in shown]
+    parts.append(f"All of it, with every stage: {', '.join(files)}; `python -m benchmarks.records` prints them.")
     return "\n\n".join(parts)
 
 
