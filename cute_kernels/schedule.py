@@ -64,13 +64,9 @@ CUTS = 128
 
 
 def scaled_group(group: int, num_ctas: Any) -> Any:
-    """A group for a grid of num_ctas instead of 132: group * sqrt(num_ctas / 132), rounded up. Of the tiles under way,
-    blocks times column tiles, both sides shrink alike, so that together they need the fewest bytes."""
-    size, step = 0, 1024
-    while step:
-        size = size + step * integer((size + step) * (size + step) * 132 < group * group * num_ctas)
-        step //= 2
-    return size + 1
+    """A group for a grid of num_ctas instead of 132, but no less than half of it: virtual ranks share one L2, each has
+    fewer tiles under way. Of these, blocks times column tiles, both sides should be long."""
+    return larger((num_ctas * group + 131) // 132, (group + 1) // 2)
 
 
 def group_size(blocks: Any, group: Any) -> Any:

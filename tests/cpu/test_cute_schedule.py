@@ -87,8 +87,8 @@ def test_gemm2_trails_by_a_round():
 
 
 def test_groups_scale_with_the_grid():
-    assert [schedule.scaled_group(16, n) for n in (132, 131, 66, 44, 33, 1)] == [16, 16, 12, 10, 8, 2]
-    assert schedule.scaled_group(512, 132) == 512
+    assert [schedule.scaled_group(16, n) for n in (132, 131, 100, 66, 44, 33, 1)] == [16, 16, 13, 8, 8, 8, 8]
+    assert schedule.scaled_group(1, 33) == 1
 
 
 def test_blocks_run_fastest_inside_a_group():

@@ -350,15 +350,18 @@ def test_graph_replay():
             assert torch.equal(got, world.run(([x2], [ids2], [p2]))[0].out)
 
 
-def test_one_kernel_and_no_memset():
+@pytest.mark.parametrize("tokens", [(150,), (150, 187)], ids=["one rank", "two ranks"])
+def test_one_kernel_a_rank_and_no_memset(tokens):
     from torch.profiler import ProfilerActivity, profile
 
-    world = World(Case("profile", save=False, ids64=True))
+    world = World(Case("profile", tokens=tokens, save=False, ids64=True))
     with world.world:
         inputs = world.inputs(1)
         world.run(inputs)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            launch.fused_forward(world.world.workspaces, *inputs, world.weights, timeout_s=TIMEOUT_S)
+            launch.fused_forward(
+                world.world.workspaces, *inputs, world.weights, timeout_s=TIMEOUT_S, streams=world.world.streams
+            )
             torch.cuda.synchronize()
         events = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        assert len(events) == 1, events
+        assert len(events) == len(tokens), events
