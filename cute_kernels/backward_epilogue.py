@@ -263,3 +263,20 @@ def collect(k):
             value = Float32(float("nan"))
         dp[i] = value
         i += k.num_ctas * 256
+    if ok == 0:
+        spoil_operands(k)
+
+
+@cute.jit
+def spoil_operands(k):
+    """Behind a failed call no weight gradient looks like a result: the rows of wgrad's operands become NaN."""
+    nan = cute.make_rmem_tensor(4, Int32)
+    nan.fill(0x7FC07FC0)  # two of bf16
+    weighted, grad = k.weighted.iterator.toint(), k.grad_bf16.iterator.toint()
+    granules = Int32(k.offs_g[k.num_local]) * (k.problem.intermediate // 8)
+    i = (k.cta * 8 + k.warp - 4) * 32 + k.lane
+    while i < granules:
+        memory.store_vector(weighted + Int64(i) * 16, nan)
+        for half in range_constexpr(2):
+            memory.store_vector(grad + Int64(i) * 32 + 16 * half, nan)
+        i += k.num_ctas * 256

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, cute
 from cute_kernels import workspace as ws
 
 PAUSE_NS = 32  # between two looks at a flag
-ABORTED, TIMEOUT, OVERFLOW, BAD_IDS, REFUSED, SIGNATURE = 1, 2, 4, 8, 16, 32  # error codes
+ABORTED, TIMEOUT, OVERFLOW, BAD_IDS, REFUSED, SIGNATURE, NO_PLAN = 1, 2, 4, 8, 16, 32, 64  # error codes
 IN_COUNT, IN_HEADER, IN_ARRIVE, IN_DONE, IN_HOME, IN_PLAN = range(6)  # where
 
 

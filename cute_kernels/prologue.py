@@ -14,6 +14,7 @@ Order of the slot list: global expert, token, k. Nothing depends on who came fir
 The scratch memory is the (still unused) pipeline.
 """
 
+import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute, range_constexpr
 
 from cute_kernels import errors, flags, memory, numerics, trace
@@ -432,12 +433,17 @@ def owner_tables(k):
 
 @cute.jit
 def given_segments(k):
-    """With the plan given: segments (k.offs in shared memory, starts in scratch) from the caller's offs and counts."""
+    """With the plan given: segments (k.offs in shared memory, starts in scratch) from the caller's offs and counts. If
+    they are those of a call that ended without results (make_segments), so does this one, on all ranks."""
     offs = k.offs
+    if k.tid == 0:
+        if Int32(k.offs_g[0]) < 0:
+            errors.end_call(k, flags.NO_PLAN, flags.IN_PLAN, Int32(0), Int32(0), Int32(0))
     _, _, starts = owner_tables(k)
+    has_plan = integer(Int32(k.offs_g[0]) >= 0)
     e = k.tid
     while e < k.num_local:
-        starts[e] = Int32(k.counts_g[e])
+        starts[e] = Int32(k.counts_g[e]) * has_plan
         e += SORT_THREADS
     sync(SORT_THREADS)
     scan(k, starts, k.num_local)
@@ -445,7 +451,7 @@ def given_segments(k):
     while e <= k.problem.expert_table:
         offs[e] = Int32(NO_ROW)
         if e <= k.num_local:
-            offs[e] = Int32(k.offs_g[e])
+            offs[e] = cutlass.max(Int32(k.offs_g[e]), Int32(0))
         else:
             starts[e] = Int32(NO_ROW)
         e += SORT_THREADS
@@ -500,12 +506,15 @@ def make_segments(k, ok: Int32):
         if e <= k.num_local:
             row = (need[k.rank * k.num_local + e] - need[k.rank * k.num_local]) * ok
             if k.cta == 0:
-                offs_g[e] = row
+                # a call without results has no rows, and says so to those that are given its plan
+                offs_g[e] = row - integer(ok == 0) * integer(e == 0)
         else:
             starts[e] = Int32(NO_ROW)
         if ok == 0:
             if e < k.num_local:
                 starts[e] = Int32(0)
+                if k.cta == 0:
+                    counts_g[e] = Int32(0)
         offs[e] = row
         e += SORT_THREADS
     sync(SORT_THREADS)

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from cute_kernels import workspace as ws
 from cute_kernels.tile_config import BLOCK
 
-ABORTED, TIMEOUT, OVERFLOW, BAD_IDS, REFUSED, SIGNATURE = 1, 2, 4, 8, 16, 32  # as in flags.py, which needs the DSL
+ABORTED, TIMEOUT, OVERFLOW, BAD_IDS, REFUSED, SIGNATURE, NO_PLAN = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+)  # as in flags.py, which needs the DSL
 
 WAITS = (
     "the counts of all CTAs",
@@ -23,6 +31,7 @@ NEXT_STEPS = {
     BAD_IDS: "-1 stands for no expert.",
     REFUSED: "Look at the error of that rank.",
     SIGNATURE: "Make the same calls on all ranks.",
+    NO_PLAN: "Look at that call's error.",
 }
 
 
@@ -30,7 +39,7 @@ class CallError(RuntimeError):
     """A call on a workspace ended without results, on all ranks; out (dx, dp) is NaN.
 
     Attributes:
-        code: ABORTED, TIMEOUT, OVERFLOW, BAD_IDS, REFUSED or SIGNATURE.
+        code: ABORTED, TIMEOUT, OVERFLOW, BAD_IDS, REFUSED, SIGNATURE or NO_PLAN.
         needs_reset: the workspaces take no call until they have been reset, on all ranks. Otherwise the next call is
             right.
     """
@@ -76,6 +85,8 @@ def _what(words: Sequence[int], code: int, rank: int, top_k: int, num_ranks: int
         return f"ids out of range: topk_ids[{token}, {slot}] of rank {index} is {value}"
     if code == REFUSED:
         return f"rank {index} found an error on its host and made no call"
+    if code == NO_PLAN:
+        return "the row order given is that of a call that ended without results"
     if code == SIGNATURE:
         first, other = more[: ws.SIGNATURE_WORDS], more[ws.SIGNATURE_WORDS : 2 * ws.SIGNATURE_WORDS]
         return f"calls differ: rank 0 makes {signature_text(first)}, rank {index} makes {signature_text(other)}"

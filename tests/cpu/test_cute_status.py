@@ -52,6 +52,7 @@ RECORDS = {
     "aborted": (words(status.ABORTED, origin=4), "aborted by another rank, as rank 0 saw"),
     "int32 id": (words(status.BAD_IDS, index=1, more=(33 * 4 + 2, 99, 99)), "topk_ids[33, 2] of rank 1 is 99."),
     "negative int32 id": (words(status.BAD_IDS, more=(0, -2, -2)), "topk_ids[0, 0] of rank 0 is -2."),
+    "no plan": (words(status.NO_PLAN), "the row order given is that of a call that ended without results"),
     "differ": (
         words(
             status.SIGNATURE,
@@ -168,7 +169,7 @@ def test_who_refuses_a_call(monkeypatch):
 
 
 def test_codes_of_host_and_kernel_are_the_same():
-    for name in ("ABORTED", "TIMEOUT", "OVERFLOW", "BAD_IDS", "REFUSED", "SIGNATURE"):
+    for name in ("ABORTED", "TIMEOUT", "OVERFLOW", "BAD_IDS", "REFUSED", "SIGNATURE", "NO_PLAN"):
         assert getattr(status, name) == getattr(flags, name)
     assert len(status.WAITS) == flags.IN_PLAN + 1
     assert ws.R_MORE + 2 * ws.SIGNATURE_WORDS <= ws.LINE and ws.H_DETAIL + ws.DETAIL_WORDS <= ws.H_FIRST

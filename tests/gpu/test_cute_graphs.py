@@ -106,6 +106,45 @@ def test_graph_of_forward_and_backward_replayed_with_other_values(tokens):
 
 
 @pytest.mark.parametrize("tokens", [(150,), (150, 187)])
+def test_backward_behind_a_failed_forward_in_one_graph(tokens):
+    """Nobody on the host looks between them: both give NaN, the error is the forward's, the next replay is right."""
+    world = World(Case("graph", tokens=tokens, capacity=1024))
+    with world.world:
+        b = Backward(world)
+        xs, ids, ps = world.inputs(1)
+        good = [torch.where(torch.arange(len(i), device="cuda")[:, None] < 50, i, -1).to(i.dtype) for i in ids]
+        douts = b.douts(1)
+        inputs = [[t.clone() for t in part] for part in (xs, good, ps)]
+        saved = [r.buffers for r in world.run(inputs)]
+        want = [(g.dx.clone(), g.dp.clone()) for g in b.run(inputs[1], saved, douts)]
+        graph = torch.cuda.CUDAGraph()
+        options = {"timeout_s": TIMEOUT_S, "streams": world.world.streams}
+        with torch.cuda.graph(graph):
+            results = launch.fused_forward(world.world.workspaces, *inputs, world.weights, save=True, **options)
+            grads = backward_launch.fused_backward(
+                world.world.workspaces, douts, inputs[1], [r.buffers for r in results], b.weights, **options
+            )
+        wrong, full = ([torch.full_like(i, e) for i in ids] for e in (8, 1))
+        failing = [(wrong, status.BAD_IDS)] + ([(full, status.OVERFLOW)] if len(tokens) > 1 else [])
+        for bad, code in failing:
+            for given, expected in ((bad, code), (good, None)):
+                copy_into(inputs, (xs, given, ps))
+                for g in grads:
+                    g.dx.fill_(1.0), g.dp.fill_(1.0)
+                graph.replay()
+                torch.cuda.synchronize()
+                if expected is None:
+                    world.world.check()
+                    for g, (dx, dp) in zip(grads, want, strict=True):
+                        assert torch.equal(g.dx, dx) and torch.equal(g.dp, dp)
+                else:
+                    assert all(g.dx.isnan().all() and g.dp.isnan().all() for g in grads)
+                    with pytest.raises(status.CallError) as raised:
+                        world.world.check()
+                    assert raised.value.code == expected
+
+
+@pytest.mark.parametrize("tokens", [(150,), (150, 187)])
 def test_no_call_waits_for_the_gpu(tokens):
     """Forward and backward, where torch makes every synchronisation an error."""
     world = World(Case("no sync", tokens=tokens))

@@ -318,6 +318,14 @@ def test_missing_rank_in_the_backward(missing):
         )  # fmt: skip
         ends_soon()
         assert result.dx.isnan().all() and result.dp.isnan().all()
+        mine = saved[here]
+        dw13 = torch.zeros(4, 256, 256, device="cuda")
+        dw2 = torch.zeros(4, 256, 128, device="cuda")
+        operands = result.operands(mine.pool, mine.pool_s)
+        backward_launch.weight_gradients(operands, mine.offs, mine.counts, dw13, dw2)
+        assert int(mine.counts.sum()) > 0
+        for dw in (dw13, dw2):
+            assert torch.equal(dw.isnan().flatten(1).any(1), mine.counts > 0), "weight gradients are no results either"
         with pytest.raises(status.CallError, match=f"rank {here}: timeout at a rank's header, index {missing}"):
             world.world.check()
         world.world.reset()
