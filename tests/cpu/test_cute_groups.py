@@ -113,7 +113,9 @@ def trained(rank, transport, overlap):
     return layer(x).detach(), layer.experts.w13.detach()
 
 
-@pytest.mark.parametrize("overlap", [OverlapConfig(), OverlapConfig(wgrad="delayed", reserve_sms=8)], ids=str)
+@pytest.mark.parametrize(
+    "overlap", [OverlapConfig(), OverlapConfig(wgrad="delayed", reserve_sms=8), OverlapConfig(steal_us=50.0)], ids=str
+)
 def test_the_layer_trains_alike_over_memory_and_over_all_to_alls(overlap):
     found = [run_ranks(trained, 2, transport, overlap) for transport in ("symmetric", "nccl")]
     for rank in range(2):

@@ -30,6 +30,7 @@ from megamoe.backends import BACKENDS, release
 from megamoe.cli.group_run import Member, membership, verify_over
 from megamoe.cli.problem import Problem, ProblemSpec, make_problem
 from megamoe.cli.records import environment, write_records
+from megamoe.overlap import OverlapConfig
 from tests.support.moe_calls import Result, run
 
 SIZES: dict[str, Any] = dict(hidden=256, intermediate=128, num_experts=16, top_k=4)
@@ -132,6 +133,7 @@ def one_rank(member: Member, transport: Any) -> str:
             ("duplicates", dict(capacity="worst", max_tokens_per_rank=160)),
             ("uniform", {}),
             ("one_expert", {}),
+            ("zipf", dict(overlap=OverlapConfig(steal_us=50.0, reserve_sms=12))),
         )
     ):
         context = MoEContext(world=member.group, backend="cute", transport=transport, **options)  # type: ignore[arg-type]

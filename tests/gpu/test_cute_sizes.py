@@ -101,9 +101,10 @@ def test_experts_times_stride_beyond_32_bits(backend):
     assert not bool(dw13[254].any()) and not bool(dw13[257].any()) and not bool(dw2[510].any())
 
 
-def test_all_rows_of_four_ranks_on_one():
-    """The most that a rank can receive, 131072 rows; capacity follows, and the bits are those of one rank."""
-    problem = make_problem(ProblemSpec((4096,) * 4, 256, 128, 32, 8, "first_rank"), "cuda")
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_all_rows_of_all_ranks_on_one(ranks):
+    """The most that a rank can receive, 32768 rows a rank; capacity follows, and the bits are those of one rank."""
+    problem = make_problem(ProblemSpec((4096,) * ranks, 256, 128, 32, 4, "first_rank"), "cuda")
     got = run(problem, context_for(problem, backend="cute", capacity="worst"))
     want = run(problem.on_one_rank(), MoEContext(backend="cute"))
     for name, value in want.joined().items():
