@@ -200,7 +200,7 @@ def test_an_ascending_queue_has_the_empty_experts_last():
     "precision, dtype", [("bf16", torch.bfloat16), ("fp8", torch.bfloat16), ("fp8", torch.float32)]
 )
 def test_output_of_more_than_two_to_the_32_elements(precision, dtype):
-    """Row 26: E = 512 with three busy experts; their gradients are those of a layer that holds just these."""
+    """E = 512 with three busy experts; their gradients are those of a layer that holds just these."""
     M, N, few = 2048, 4224, [8, 70, 130]
     counts = [0] * 512
     for e, count in zip((255, 256, 511), few, strict=True):

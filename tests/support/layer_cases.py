@@ -75,7 +75,7 @@ def assert_same(got: Result, want: Result) -> None:
 
 
 def rank_without_rows(where: Where) -> None:
-    """Row 1: every id is on rank 0. Rank 1's gradients exist and are zero, in every step."""
+    """Every id is on rank 0. Rank 1's gradients exist and are zero, in every step."""
     for _ in range(3):
         problem = where.problem((64, 64), "first_rank")
         got = where.run_checked(problem)
@@ -83,7 +83,7 @@ def rank_without_rows(where: Where) -> None:
 
 
 def rank_without_tokens(where: Where) -> None:
-    """Row 2: a rank's batch is empty; it still takes part and its output is attached to autograd."""
+    """A rank's batch is empty; it still takes part and its output is attached to autograd."""
     for tokens in ((0, 33), (33, 0), (17, 1), (0, 256)):
         got = where.run_checked(where.problem(tokens))
         for n, out, dx in zip(tokens, got.outs, got.dx, strict=True):
@@ -93,7 +93,7 @@ def rank_without_tokens(where: Where) -> None:
 
 
 def experts_without_rows(where: Where) -> None:
-    """Row 3: gradients of idle experts are never written; the allocator hands back dirty blocks."""
+    """Gradients of idle experts are never written; the allocator hands back dirty blocks."""
     counts = [n // BIG_ROWS[where.device] for n in (162, 0, 2577, 446, 0, 83)]
     problem = where.problem((sum(counts),), num_experts=6, top_k=1)
     where.run(problem)  # all experts busy
@@ -103,7 +103,7 @@ def experts_without_rows(where: Where) -> None:
 
 
 def no_rows_at_all(where: Where) -> None:
-    """Row 4: a contraction of length 0, eager and compiled."""
+    """A contraction of length 0, eager and compiled."""
     for call in (mega_moe, torch.compile(mega_moe, fullgraph=True, backend="aot_eager")):
         for tokens in (0, 16):
             problem = where.problem((tokens,))
@@ -117,7 +117,7 @@ def no_rows_at_all(where: Where) -> None:
 
 
 def masked_slots(where: Where) -> None:
-    """Row 10: ids of -1 whose weights are NaN or 7.0 add exactly 0 and get exactly 0."""
+    """Ids of -1 whose weights are NaN or 7.0 add exactly 0 and get exactly 0."""
     problem = where.problem((64,), "masked", top_k=4)
     ids = problem.topk_ids[0]
     ids[5] = ids[63] = -1
@@ -131,7 +131,7 @@ def masked_slots(where: Where) -> None:
 
 
 def repeated_experts(where: Where) -> None:
-    """Row 13: an expert twice in a token is two slots, each with its own gradient."""
+    """An expert twice in a token is two slots, each with its own gradient."""
     problem = where.problem((12,), top_k=4)
     ids, weights = problem.topk_ids[0], problem.topk_weights[0]
     ids[0], weights[0] = torch.tensor([3, 3, 7, 7]), torch.tensor([0.1, 0.2, 0.3, 0.4], device=weights.device)
@@ -141,7 +141,7 @@ def repeated_experts(where: Where) -> None:
 
 
 def nan_rows(where: Where) -> None:
-    """Row 14: NaN and Inf in padded rows; routing inside the layer."""
+    """NaN and Inf in padded rows; routing inside the layer."""
     layer = where.layer(MoEConfig(256, 128, num_experts=128, top_k=8, num_groups=8, topk_groups=4))
     x = torch.randn(64, 256, device=where.device).bfloat16()
     x[59:] = float("nan")
@@ -158,7 +158,7 @@ def nan_rows(where: Where) -> None:
 
 
 def odd_token_counts(where: Where) -> None:
-    """Row 18: the last rows of a partial tile; T tokens equal the first T of a zero-padded batch."""
+    """The last rows of a partial tile; T tokens equal the first T of a zero-padded batch."""
     for tokens in (1, 31, 33, 63, 65, 127, 129):
         problem = where.problem((tokens // 2, tokens - tokens // 2))
         where.run_checked(problem)
@@ -178,7 +178,7 @@ def odd_token_counts(where: Where) -> None:
 
 
 def the_answer_names_the_expert(where: Where) -> None:
-    """Row 21: a tile that spans two experts uses the first one's weights. Expert e returns (e + 1) x."""
+    """A tile that spans two experts uses the first one's weights. Expert e returns (e + 1) x."""
     for counts in ([128, 130, 65], [64, 64, 64], [1, 0, 127, 129]):
         counts = [*counts, *[0] * (4 - len(counts))]
         size = 128
@@ -201,14 +201,14 @@ def the_answer_names_the_expert(where: Where) -> None:
 
 
 def row_counts_of_every_kind(where: Where) -> None:
-    """Row 22: the rows of an expert are the contraction length of its weight gradient."""
+    """The rows of an expert are the contraction length of its weight gradient."""
     big = 8193 // BIG_ROWS[where.device]
     counts = [44, 1, 15, 17, 0, 129, big, 3]
     where.run_checked(with_counts(where.problem((sum(counts),), top_k=1), counts))
 
 
 def partial_blocks(where: Where) -> None:
-    """Rows 20, 88: H and I that end in partial blocks of 128."""
+    """H and I that end in partial blocks of 128."""
     for hidden, inter in ((192, 96), (192, 320), (320, 192)):
         where.run_checked(where.problem((70,), hidden=hidden, intermediate=inter, num_experts=4))
 
@@ -217,7 +217,7 @@ def partial_blocks(where: Where) -> None:
 
 
 def dirty_memory(where: Where) -> None:
-    """Rows 28, 29: padding that was never written meets 0 * NaN; another step gives the same bits."""
+    """Padding that was never written meets 0 * NaN; another step gives the same bits."""
     counts = [1, 127, 129, 0, 5, 0, 300, 2]
     problem = with_counts(where.problem((sum(counts),), top_k=1), counts)
     first = where.run_checked(problem)
@@ -230,7 +230,7 @@ def dirty_memory(where: Where) -> None:
 
 
 def spare_rows(where: Where) -> None:
-    """Row 31: x is a view of a longer buffer whose other rows hold garbage."""
+    """X is a view of a longer buffer whose other rows hold garbage."""
     for tokens in (1, 7, 31, 32, 33):
         problem = where.problem((tokens,))
         want = where.run(problem)
@@ -245,7 +245,7 @@ def spare_rows(where: Where) -> None:
 
 
 def one_nan_token(where: Where) -> None:
-    """Row 32: a NaN in one token stays in that token's row."""
+    """A NaN in one token stays in that token's row."""
     problem = where.problem((64,))
     want = where.run(problem).outs[0]
     x = problem.xs[0].clone()
@@ -259,7 +259,7 @@ def one_nan_token(where: Where) -> None:
 
 
 def batch_mates(where: Where) -> None:
-    """Row 48: a token's result does not depend on who shares the batch."""
+    """A token's result does not depend on who shares the batch."""
     problem = where.problem((64,))
     args = (problem.w13_E2IH, problem.w2_EHI)
     context = where.context(problem)
@@ -277,7 +277,7 @@ def batch_mates(where: Where) -> None:
 
 
 def zeros(where: Where) -> None:
-    """Row 33: all-zero blocks give scale 0 and 0 / 0."""
+    """All-zero blocks give scale 0 and 0 / 0."""
     problem = where.problem((40,))
     x, dout, w13, w2 = (t.clone() for t in (problem.xs[0], problem.douts[0], problem.w13_E2IH, problem.w2_EHI))
     x[3], x[4, :128], dout[7:20] = 0.0, 0.0, 0.0
@@ -289,7 +289,7 @@ def zeros(where: Where) -> None:
 
 
 def wide_range_within_a_block(where: Where) -> None:
-    """Row 37: rows of magnitudes 1e-3 to 1e3 in one block of tokens, upstream gradients the other way round."""
+    """Rows of magnitudes 1e-3 to 1e3 in one block of tokens, upstream gradients the other way round."""
     problem = where.problem((128,), num_experts=2, top_k=1)
     magnitude = torch.logspace(-3, 3, 128, device=where.device)[:, None]
     changed = dataclasses.replace(
@@ -307,7 +307,7 @@ def wide_range_within_a_block(where: Where) -> None:
 
 
 def clamp(where: Where) -> None:
-    """Row 39: the limit of the gated activation acts forward and backward."""
+    """The limit of the gated activation acts forward and backward."""
     problem = where.problem((40,))
     loud = dataclasses.replace(problem, w13_E2IH=problem.w13_E2IH * 20)  # gate and up up to +-60
     limited = where.run(loud, where.context(loud, Recipe(clamp=10.0)))
@@ -325,7 +325,7 @@ def clamp(where: Where) -> None:
 
 
 def interleaved_backwards(where: Where) -> None:
-    """Row 53: two calls of different T before their backwards, in both orders."""
+    """Two calls of different T before their backwards, in both orders."""
     problems = [where.problem((n,)) for n in (23, 40)]
     want = [where.run(p) for p in problems]
     for order in ((0, 1), (1, 0)):
@@ -342,14 +342,14 @@ def interleaved_backwards(where: Where) -> None:
 
 
 def gradient_of_each_slot(where: Where) -> None:
-    """Row 69: a slot's gradient is <dout, the expert's output>, also for a weight of 0; -1 gets exactly 0."""
+    """A slot's gradient is <dout, the expert's output>, also for a weight of 0; -1 gets exactly 0."""
     problem = where.problem((20, 20), "masked", top_k=3)
     problem.topk_weights[0][2] = 0.0
     where.run_checked(problem)
 
 
 def both_operands_of_weight_gradients(where: Where) -> None:
-    """Row 37 again, with either kind of operands; those rounded to FP8 along rows of very different magnitudes."""
+    """The same with either kind of operands; those rounded to FP8 along rows of very different magnitudes."""
     problem = where.problem((160,), num_experts=2, top_k=1)
     for operands in ("bf16", "fp8"):
         where.run_checked(problem, where.context(problem, Recipe(wgrad_operands=operands)))
@@ -365,7 +365,7 @@ def both_operands_of_weight_gradients(where: Where) -> None:
 
 
 def ranks_agree(where: Where) -> None:
-    """Rows 70, 71: everything is equal for any number of ranks; no gradient is off by a factor of R."""
+    """Everything is equal for any number of ranks; no gradient is off by a factor of R."""
     for routing in ("uniform", "duplicates"):
         problem = where.problem((12, 12, 12, 12), routing)
         many, one = where.run(problem).joined(), where.run(problem.on_one_rank()).joined()
@@ -374,7 +374,7 @@ def ranks_agree(where: Where) -> None:
 
 
 def repeats(where: Where) -> None:
-    """Row 47: the same bits in every repeat."""
+    """The same bits in every repeat."""
     for tokens in ((96,), (40, 56)):
         problem = where.problem(tokens, top_k=4)
         first = where.run(problem)

@@ -64,7 +64,7 @@ def _views(t: torch.Tensor) -> list[torch.Tensor]:
 
 
 def strided_inputs(where: Where) -> None:
-    """Row 41: views are read as if they were packed."""
+    """Views are read as if they were packed."""
     problem = where.problem((24,), "masked")
     want = where.run(problem)
     given = (problem.xs[0], problem.topk_ids[0], problem.topk_weights[0], problem.douts[0])
@@ -78,7 +78,7 @@ def strided_inputs(where: Where) -> None:
 
 
 def gradients_of_any_stride(where: Where) -> None:
-    """Row 42: the upstream gradient of a sum is expanded from one element."""
+    """The upstream gradient of a sum is expanded from one element."""
     problem = where.problem((24,))
     losses: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda out: out.sum(),
@@ -97,7 +97,7 @@ def gradients_of_any_stride(where: Where) -> None:
 
 
 def autocast(where: Where) -> None:
-    """Row 43: under autocast fp32 activations meet bf16 weights, and the next layer gets another dtype."""
+    """Under autocast fp32 activations meet bf16 weights, and the next layer gets another dtype."""
     for weights, x_dtype in itertools.product(("bf16", "fp32"), (torch.float32, torch.bfloat16)):
         layer, x = layer_of(where, weights=weights), tokens(where).to(x_dtype)
 
@@ -114,7 +114,7 @@ def autocast(where: Where) -> None:
 
 
 def input_is_not_written(where: Where) -> None:
-    """Row 45: the routed path writes its result into the input, which a shared expert reads later."""
+    """The routed path writes its result into the input, which a shared expert reads later."""
     layer, x = layer_of(where), tokens(where)
     before, version = x.clone(), x._version
     first, second = gradients(layer, x), gradients(layer, x)
@@ -145,12 +145,12 @@ def _checkpointed(where: Where, use_reentrant: bool) -> None:
 
 
 def checkpointing_with_reentry(where: Where) -> None:
-    """Row 67: the recomputation routes near ties otherwise; torch's first kind of activation checkpointing."""
+    """The recomputation routes near ties otherwise; torch's first kind of activation checkpointing."""
     _checkpointed(where, True)
 
 
 def checkpointing_without_reentry(where: Where) -> None:
-    """Row 67: the recomputation routes near ties otherwise; torch's second kind, which compares what is saved."""
+    """The recomputation routes near ties otherwise; torch's second kind, which compares what is saved."""
     _checkpointed(where, False)
 
 
@@ -163,7 +163,7 @@ def _packed(where: Where, problem: Problem, **options: object) -> list[tuple[tor
 
 
 def saved_shapes_do_not_depend_on_the_routing(where: Where) -> None:
-    """Row 67: an expert flips on one rank in the recomputation, and saved tensors differ by a row."""
+    """An expert flips on one rank in the recomputation, and saved tensors differ by a row."""
     for tokens_of in ((40,), (20, 20)):
         options = {"capacity": 1408} if len(tokens_of) > 1 else {}
         first = where.problem(tokens_of)
@@ -213,7 +213,7 @@ def repeated_backward(where: Where) -> None:
 
 
 def frozen(where: Where) -> None:
-    """Row 72: all combinations of requires_grad; None exactly where frozen, the others' bits are those of all."""
+    """All combinations of requires_grad; None exactly where frozen, the others' bits are those of all."""
     for parts in ((40,), (24, 16)):
         problem = where.problem(parts, "masked")
         full = where.run(problem)
@@ -230,7 +230,7 @@ def frozen(where: Where) -> None:
 
 
 def no_weight_gradient_for_frozen_weights(where: Where) -> None:
-    """Row 72: frozen weights still get dW work."""
+    """Frozen weights still get dW work."""
     if where.backend == "cute":
         from cute_kernels import wgrad_launch as module
 
@@ -247,7 +247,7 @@ def no_weight_gradient_for_frozen_weights(where: Where) -> None:
 
 
 def inference(where: Where) -> None:
-    """Row 72: torch.no_grad and inference_mode give the training bits and keep nothing."""
+    """Torch.no_grad and inference_mode give the training bits and keep nothing."""
     layer, x = layer_of(where), tokens(where)
     want = layer(x).detach()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -258,7 +258,7 @@ def inference(where: Where) -> None:
 
 
 def micro_batches(where: Where) -> None:
-    """Row 73: a flag of the first micro-batch stops later ones from being added."""
+    """A flag of the first micro-batch stops later ones from being added."""
     layer = layer_of(where, weights="fp32")
     batches = [tokens(where, n, seed=n) for n in (5, 40, 1, 130)]
     singles = [gradients(layer, x) for x in batches]
@@ -275,7 +275,7 @@ def micro_batches(where: Where) -> None:
 
 
 def router_gradients_over_ranks(where: Where) -> None:
-    """Rows 70, 71: parts of dx and of the router's gradient are never summed; expert gradients are off by R."""
+    """Parts of dx and of the router's gradient are never summed; expert gradients are off by R."""
     x = tokens(where, 48)
     for loss in ("sum", "mean"):
         found = []
@@ -295,7 +295,7 @@ def router_gradients_over_ranks(where: Where) -> None:
 
 
 def training_over_ranks(where: Where) -> None:
-    """Row 104: training on two ranks drifts from training on one: here losses and weights are the same bit for bit."""
+    """Training on two ranks drifts from training on one: here losses and weights are the same bit for bit."""
     found = []
     for ranks in (1, 2):
         torch.manual_seed(0)
@@ -317,7 +317,7 @@ def training_over_ranks(where: Where) -> None:
 
 
 def heavy_tails(where: Where) -> None:
-    """Row 105: gradients with student-t tails (3 degrees of freedom), also at 1e-6: e4m3 with a scale for 128 channels.
+    """Gradients with student-t tails (3 degrees of freedom), also at 1e-6: e4m3 with a scale for 128 channels.
 
     The budget is the gates' for whole tensors; blocks that are not zero stay so, and masked rows give exactly zero.
     """
@@ -343,7 +343,7 @@ def heavy_tails(where: Where) -> None:
 
 
 def e4m3_gradients_are_the_better_choice(where: Where) -> None:
-    """Row 105: the same tails in e5m2, with the same scales, are further from the truth: why gradients are e4m3."""
+    """The same tails in e5m2, with the same scales, are further from the truth: why gradients are e4m3."""
     noise = torch.distributions.StudentT(3.0).sample((160, 256)).bfloat16().float()
     blocks = noise.view(160, 2, 128)
     errors = {}
@@ -355,7 +355,7 @@ def e4m3_gradients_are_the_better_choice(where: Where) -> None:
 
 
 def wgrad_operands(where: Where) -> None:
-    """Row 105 with both operands of weight gradients: what is rounded once more stays within the gates."""
+    """The same tails in both operands of weight gradients: what is rounded once more stays within the gates."""
     problem = where.problem((160,), top_k=2)
     dout = torch.distributions.StudentT(3.0).sample((160, 256)).to(where.device).bfloat16()
     changed = dataclasses.replace(problem, douts=[dout])
