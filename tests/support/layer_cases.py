@@ -230,7 +230,7 @@ def dirty_memory(where: Where) -> None:
 
 
 def spare_rows(where: Where) -> None:
-    """X is a view of a longer buffer whose other rows hold garbage."""
+    """x is a view of a longer buffer whose other rows hold garbage."""
     for tokens in (1, 7, 31, 32, 33):
         problem = where.problem((tokens,))
         want = where.run(problem)

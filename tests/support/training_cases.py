@@ -247,7 +247,7 @@ def no_weight_gradient_for_frozen_weights(where: Where) -> None:
 
 
 def inference(where: Where) -> None:
-    """Torch.no_grad and inference_mode give the training bits and keep nothing."""
+    """torch.no_grad and inference_mode give the training bits and keep nothing."""
     layer, x = layer_of(where), tokens(where)
     want = layer(x).detach()
     for mode in (torch.no_grad, torch.inference_mode):
