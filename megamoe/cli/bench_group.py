@@ -129,7 +129,7 @@ class Parts:
         )[0]
 
     def exchange(self) -> torch.Tensor:
-        """Rows gathered for their owners, sent there, and back; nothing is sorted where they arrive, or added at home."""
+        """Rows gathered for their owners, sent, and back; nothing is sorted where they arrive, or added at home."""
         transport, plan = self._run.transport, self.plan
         transport.send_tokens(self._rows.data, plan)
         assert self._rows.scale is not None
