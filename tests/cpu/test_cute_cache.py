@@ -102,7 +102,7 @@ def test_an_object_that_does_not_load_is_made_again(fresh, content):  # noqa: F8
 def in_new_process(code: str, *arguments: str, **environment: str) -> str:
     env = {**os.environ, **on_path(ROOT), **environment}
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
