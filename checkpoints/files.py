@@ -8,6 +8,7 @@ checks that span files: names that leave the folder, shards that are missing or 
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -144,6 +145,8 @@ def open_source(path: str | Path, *, allow_links: bool = False) -> CheckpointSou
             of names, names a file outside the folder, or one that does not exist; a `.safetensors` file that the index
             does not name; a link out of the folder.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(f"folder: expected a path, got {type(path).__name__}.")
     path = Path(path)
     if path.is_file():
         return _one_file(path.parent, path.name, allow_links)

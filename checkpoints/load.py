@@ -60,6 +60,12 @@ def load_moe_layer(
 
     Effects: reads files inside the folder only; no state remains.
     """
+    if not isinstance(layer, int) or isinstance(layer, bool):
+        raise CheckpointError(f"layer: expected the number of a layer, got {layer!r}.")
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError):
+        raise CheckpointError(f"device: expected cpu, cuda or cuda:N, got {device!r}.") from None
     source = open_source(folder, allow_links=allow_links)
     model_type = _read_config(source)
     family_name, members = family_of(family, layer, source.file_of)

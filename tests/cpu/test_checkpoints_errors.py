@@ -33,6 +33,13 @@ def load_fails(folder: Path, *words: str, **options) -> str:
     return str(caught.value)
 
 
+def test_arguments_that_are_none(tmp_path: Path) -> None:
+    write_shards(tmp_path, per_expert(Toy()))
+    load_fails(tmp_path, "layer: expected the number of a layer, got '3'.", layer="3")
+    load_fails(tmp_path, "device: expected cpu, cuda or cuda:N, got 'bogus'.", device="bogus")
+    load_fails(None, "folder: expected a path, got NoneType.")
+
+
 # files and index
 
 
