@@ -27,8 +27,8 @@ class Recipe:
         clamp: limit c of the gated activation (gate <= c, |up| <= c) as in DeepSeek-V4 and GLM; None: no limit.
         wgrad_operands: what the weight gradients multiply. "fp8", the default with precision "fp8": the gradients of
             gate and up, p * A and what travelled, rounded to e4m3 once more along rows (`torch_steps.wgrad_operands`).
-            "bf16": the same in bf16. On an H200 at DeepSeek-V3's shape the fused backward takes 10.9 ms with "fp8" and
-            14.2 ms with "bf16"; the weight gradients are at 23.1 and 24.3 dB against the fp64 oracle (November 2026).
+            "bf16": the same in bf16. On an H200 at DeepSeek-V3's shape the fused backward takes 10.3 ms with "fp8" and
+            14.0 ms with "bf16"; the weight gradients are at 23.1 and 24.3 dB against the fp64 oracle (November 2026).
             None: by the precision; with precision "bf16" there is only "bf16".
 
     Raises:
