@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.interpreter import sum_dots_exactly
+
 HAS_GPU = torch.cuda.is_available()
 ON_A_GPU = ("test_triton_steps.py",)
 """Tests that run on the GPU where there is one."""
@@ -26,6 +28,8 @@ def _import_interpreted() -> None:
         with contextlib.suppress(ImportError):
             import triton.experimental.gluon  # noqa: F401, I001 - triton imports it at the first launch otherwise
             import megamoe.triton_kernels  # noqa: F401
+
+            sum_dots_exactly()
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]
