@@ -16,152 +16,17 @@ import checkpoints
 from megamoe import backends
 from megamoe.config import MoEConfig
 from megamoe.context import MoEContext, World
-from megamoe.deferred import DeferredWgrad, refuse_managed
-from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError, expected
+from megamoe.errors import MegaMoEError, MegaMoETypeError, MegaMoEValueError, expected
+from megamoe.experts import Experts
 from megamoe.family_router import FamilyRouter
-from megamoe.functional import FLOATS, mega_moe
-from megamoe.loading import DTYPES, WeightFormat, check_fits, convert, format_of, place, read_config
+from megamoe.functional import FLOATS
+from megamoe.loading import WeightFormat, check_fits, format_of, place, read_config
 from megamoe.overlap import Overlap, OverlapConfig, OverlapKey, resolve_overlap
-from megamoe.quantize import ceil_div, quantize_weight
-from megamoe.recipe import BLOCK, Recipe
+from megamoe.recipe import Recipe
 from megamoe.routing_plan import experts_per_rank
-from megamoe.weights import WeightCopies
 
 _OWN_OPTIONS = ("world", "backend", "recipe", "weights", "device", "overlap", "overlap_shared")
 """Of `MegaMoE`; the others are those of `MoEContext`."""
-
-
-class Experts(nn.Module):
-    """Experts of one process, stacked, and the copies of them that the GEMMs read.
-
-    Args:
-        num_experts: held here.
-        hidden_size: H. intermediate_size: I.
-        weights: "bf16" or "fp32": masters that can be trained. "fp8": e4m3 bytes with fp32 scales, frozen.
-        context: how they run.
-        device: of the parameters.
-
-    Attributes:
-        w13: [E_l, 2I, H], gate rows first. w2: [E_l, H, I].
-        w13_scale, w2_scale: of FP8 weights fp32 [E_l, 2 * ceil(I / 128), ceil(H / 128)] and
-            [E_l, ceil(H / 128), ceil(I / 128)], else None.
-
-    FP8 bytes and scales keep their dtype whatever the module is cast to, and `state_dict` gives them back as they came.
-    """
-
-    w13_scale: nn.Parameter | None
-    w2_scale: nn.Parameter | None
-
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        weights: WeightFormat,
-        context: MoEContext,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        e, h, i = num_experts, hidden_size, intermediate_size
-        trains, dtype = weights != "fp8", DTYPES[weights]
-        self.w13 = nn.Parameter(torch.empty(e, 2 * i, h, device=device, dtype=dtype), requires_grad=trains)
-        self.w2 = nn.Parameter(torch.empty(e, h, i, device=device, dtype=dtype), requires_grad=trains)
-        grids = {
-            "w13_scale": (e, 2 * ceil_div(i, BLOCK), ceil_div(h, BLOCK)),
-            "w2_scale": (e, ceil_div(h, BLOCK), ceil_div(i, BLOCK)),
-        }
-        for name, grid in grids.items():
-            scale = None if trains else nn.Parameter(torch.empty(grid, device=device), requires_grad=False)
-            self.register_parameter(name, scale)
-        self.context = context
-        self.copies = context.copies = WeightCopies(self)
-        self._defer()
-        self.register_load_state_dict_post_hook(_after_load)
-
-    def reset_parameters(self, std: float) -> None:
-        """Fresh normal weights; FP8 ones are quantised from them, one expert at a time."""
-        for weight, scale, row_groups in ((self.w13, self.w13_scale, 2), (self.w2, self.w2_scale, 1)):
-            if scale is None:
-                nn.init.normal_(weight, std=std)
-                continue
-            if weight.is_meta:
-                continue
-            for e in range(weight.shape[0]):
-                fresh = torch.empty(1, *weight.shape[1:], device=weight.device).normal_(std=std)
-                quantized = quantize_weight(fresh, Recipe(), row_groups)
-                weight.data[e].copy_(quantized.data[0])
-                assert quantized.scale is not None
-                scale.data[e].copy_(quantized.scale[0])
-        self.copies.refresh()
-
-    def adopt(self, stored: checkpoints.ExpertGroup, weights: WeightFormat) -> None:
-        """Make a checkpoint's tensors the parameters, converted where they are stored in another format."""
-        for name, data, scale, row_groups in (
-            ("w13", stored.w13, stored.w13_scale, 2),
-            ("w2", stored.w2, stored.w2_scale, 1),
-        ):
-            data, scale = convert(data, scale, row_groups, weights)
-            setattr(self, name, nn.Parameter(data, requires_grad=scale is None))
-            setattr(self, f"{name}_scale", None if scale is None else nn.Parameter(scale, requires_grad=False))
-        self.copies.refresh()
-
-    def forward(self, x: Any, topk_ids: Any, topk_weights: Any, *, is_first_microbatch: bool | None = None) -> Any:
-        """`mega_moe` with these weights."""
-        if self.context.deferred is not None and torch.is_grad_enabled():
-            refuse_managed(self)
-        scales = None if self.w13_scale is None or self.w2_scale is None else (self.w13_scale, self.w2_scale)
-        return mega_moe(
-            x,
-            topk_ids,
-            topk_weights,
-            self.w13,
-            self.w2,
-            scales=scales,
-            context=self.context,
-            is_first_microbatch=is_first_microbatch,
-        )
-
-    def _defer(self) -> None:
-        mode = self.context.overlap.wgrad
-        self.context.deferred = None if mode == "inline" else DeferredWgrad(self, mode)
-
-    def set_overlap(self, overlap: OverlapConfig) -> None:
-        """Use other settings from the next call on; no weight gradients may wait."""
-        if self.context.deferred is not None and len(self.context.deferred):
-            contract = "no weight gradients that wait"
-            raise MegaMoERuntimeError(expected("overlap", contract, len(self.context.deferred), "Call backward_dw()."))
-        self.context.overlap = overlap
-        self._defer()
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients that wait (wgrad="delayed"), oldest first, on the current stream."""
-        if self.context.deferred is not None:
-            self.context.deferred.run()
-
-    def train(self, mode: bool = True) -> Experts:
-        if not mode:
-            self.copies.release_transposed()
-        return super().train(mode)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Experts:
-        kept = {} if self.w13_scale is None else {name: p.data for name, p in self.named_parameters(recurse=False)}
-        super()._apply(fn, recurse)
-        for name, data in kept.items():
-            parameter = getattr(self, name)
-            if parameter.dtype != data.dtype:
-                parameter.data = data.to(parameter.device)
-        self.copies.refresh()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy or a pickle: copies are made anew
-        super().__setstate__(state)
-        self.copies = self.context.copies = WeightCopies(self)
-        self._defer()
-
-
-def _after_load(module: nn.Module, incompatible: Any) -> None:
-    assert isinstance(module, Experts)
-    module.copies.refresh()
 
 
 class MegaMoE(nn.Module):
@@ -377,6 +242,30 @@ class MegaMoE(nn.Module):
         for experts in (self.experts, self.shared):
             if experts is not None:
                 experts.copies.refresh()
+
+    def pack_weights(self) -> None:
+        """Hold FP8 weights once, in the order of the fused kernels, in place of the bytes as they came and a copy.
+
+        For inference; results do not change, and a backward makes the copies that it needs as ever. Nothing happens
+        where an unfused backend runs the layer. `state_dict` still gives the bytes as they came; casting or moving the
+        module, `load_state_dict` and `unpack_weights` bring them back. Until then whoever reads or writes
+        `experts.w13` and `w2` themselves finds the kernels' order.
+
+        Raises:
+            MegaMoEValueError: the weights are not FP8, H is no multiple of 256, or the experts carry adapters.
+        """
+        for experts, top_k in ((self.experts, self.config.top_k), (self.shared, 1)):
+            if experts is not None:
+                if not isinstance(experts, Experts):
+                    contract = "experts without adapters"
+                    raise MegaMoEValueError(expected("experts", contract, type(experts).__name__, "Merge them first."))
+                experts.pack(experts.context.choose(experts.w13, top_k))
+
+    def unpack_weights(self) -> None:
+        """Take `pack_weights` back."""
+        for experts in (self.experts, self.shared):
+            if isinstance(experts, Experts):
+                experts.unpack()
 
     def backend_name(self) -> str:
         """The backend that "auto" takes for the device on which the weights are."""

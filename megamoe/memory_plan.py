@@ -230,6 +230,9 @@ def _check(
         problems.append(expected("wgrad_operands", "'bf16' or 'fp8'", repr(options.wgrad_operands)))
     if not 0 <= options.steal_us <= 1000:
         problems.append(expected("steal_us", "a number from 0 to 1000", options.steal_us))
+    if options.is_packed and (options.weights, options.backend) != ("fp8", "cute"):
+        got = f"True with {options.weights!r} and {options.backend!r}"
+        problems.append(expected("is_packed", "False unless weights are 'fp8' and the backend is 'cute'", got))
     if options.backend not in ("steps", "cute"):
         problems.append(expected("backend", "'steps' or 'cute'", repr(options.backend)))
     if options.backend == "cute":

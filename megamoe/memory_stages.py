@@ -29,6 +29,7 @@ class PlanOptions:
         wgrad_operands: of the recipe, "bf16" or "fp8"; with precision "bf16" it says nothing.
         backend: "steps", the unfused path of torch and Triton, or "cute", the fused kernels.
         steal_us: of the layer's `OverlapConfig`: above 0 the fused backward of several ranks holds copies for dW13.
+        is_packed: after `MegaMoE.pack_weights()`: FP8 weights are held in the fused kernels' order alone.
     """
 
     weights: Literal["fp8", "bf16", "fp32"] = "bf16"
@@ -37,6 +38,7 @@ class PlanOptions:
     wgrad_operands: Literal["bf16", "fp8"] = "fp8"
     backend: Literal["steps", "cute"] = "steps"
     steal_us: float = 0.0
+    is_packed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,8 @@ class Call:
         each = "3 * H * I * E_l and scales" if precision == "fp8" else "3 * H * I * E_l * 2"
         both = save != "none"
         held = [] if kind == precision and not self.is_fused else [Item(f"{name}forward copy", size, each)]
+        if self.options.is_packed:
+            held = [Item(f"{name}scales of tiles", 2 * self.scales, "4 words for two blocks of 128 x 128")]
         held += [Item(f"{name}transposed copy", size, each)] if both else []
         if self.is_fused and kind == "fp8":  # others are quantised straight into the kernels' order
             tables = 3 * self.hidden * self.inter // 2 * (1 + both)

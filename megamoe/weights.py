@@ -3,7 +3,8 @@
 Rules. Weights that train are quantised again in every forward, unless the caller says `is_first_microbatch=False`: a
 version counter does not move under fused optimizers nor under `.data.copy_`. Frozen weights are quantised once, keyed
 on storage, pointer and version. `load_state_dict`, an optimizer step and `refresh()` throw the copies away. FP8
-masters are their own copy. The transposed copy exists only where a backward is to come.
+masters are their own copy; packed, they are that of a fused kernel too. The transposed copy exists only where a
+backward is to come.
 """
 
 from __future__ import annotations
@@ -23,11 +24,32 @@ from megamoe.recipe import Recipe
 from megamoe.unfused import ExpertWeights
 
 
+class Packing(Protocol):
+    """How FP8 weights give up their order for that of a fused kernel. It holds no state."""
+
+    def check(self, hidden_size: int) -> None:
+        """Raises MegaMoEValueError where the kernel's order needs more bytes."""
+        ...
+
+    def pack(self, weight: torch.Tensor, row_groups: int) -> torch.Tensor:
+        """E4M3 [E_l, N, K] in the kernel's order, a new tensor; `row_groups` as in `QuantizedWeight`."""
+        ...
+
+    def unpack(self, weight: torch.Tensor, row_groups: int) -> torch.Tensor:
+        """The inverse of `pack`."""
+        ...
+
+    def operands(self, packed: Masters) -> ExpertWeights:
+        """The operands of a forward whose `fused` are the bytes of `packed` themselves."""
+        ...
+
+
 class Quantizer(Protocol):
     """A backend, as far as copies are concerned."""
 
     name: str
     is_fused: bool
+    packing: Packing | None
 
     def copy_weight(
         self, weight: torch.Tensor | QuantizedWeight, row_groups: int, recipe: Recipe, transposed: bool
@@ -86,13 +108,16 @@ class WeightCopies:
 
     Args:
         owner: the module whose parameters they are; an optimizer that steps one of its parameters makes them stale.
+        packing: as the attribute.
 
     Attributes:
         epoch: counts the events that made all copies stale.
+        packing: how the masters are packed; None: they are as they came.
     """
 
-    def __init__(self, owner: torch.nn.Module | None = None) -> None:
+    def __init__(self, owner: torch.nn.Module | None = None, packing: Packing | None = None) -> None:
         self.epoch = 0
+        self.packing = packing
         self._owner = weakref.ref(owner) if owner is not None else None
         self._copies: dict[str, _Copy] = {}
         self._fused: _Fused | None = None
@@ -121,10 +146,12 @@ class WeightCopies:
                 if storage._cdata not in own:
                     held[storage._cdata] = storage.nbytes()
         if self._fused is not None:
+            own = {ref.cdata for ref in self._fused.storages if ref is not None}
             for group in (self._fused.experts.fused, self._fused.experts.fused_t):
                 for field in () if group is None else dataclasses.fields(group):
                     storage = getattr(group, field.name).untyped_storage()
-                    held[storage._cdata] = storage.nbytes()
+                    if storage._cdata not in own:
+                        held[storage._cdata] = storage.nbytes()
         return sum(held.values())
 
     def for_forward(
@@ -138,7 +165,15 @@ class WeightCopies:
             recipe: formats.
             requantize: whether weights that train are quantised again (False: is_first_microbatch=False).
             transposed: whether a backward is to come.
+
+        Raises:
+            MegaMoERuntimeError: the masters are packed, and not for this backend.
         """
+        if self.packing is not None and backend.packing is None:
+            raise MegaMoERuntimeError(
+                f"weights: expected them as they came for backend {backend.name!r}, got packed ones. Call "
+                "unpack_weights() first."
+            )
         if backend.is_fused:
             return self._get_fused(backend, masters, recipe, requantize, transposed)
         w13, w13_t = self._get("w13", backend, masters, recipe, requantize, transposed)
@@ -163,8 +198,7 @@ class WeightCopies:
         if backend.is_fused:
             assert self._fused is not None
             if self._fused.experts.fused_t is None:  # released by eval()
-                made = _without_plain_copies(make_experts(backend, masters, recipe, transposed=True))
-                self._fused.experts = made
+                self._fused.experts = self._make_fused(backend, masters, recipe, transposed=True)
             return self._fused.experts
         for copy in self._copies.values():
             if copy.transposed is None:
@@ -182,11 +216,23 @@ class WeightCopies:
         stale = held is None or held.key != key or (any(masters.trains) and requantize)
         if stale or (transposed and held is not None and held.experts.fused_t is None):
             self._fused = held = None  # free the old copies first
-            experts = _without_plain_copies(make_experts(backend, masters, recipe, transposed=transposed))
+            experts = self._make_fused(backend, masters, recipe, transposed=transposed)
             storages = tuple(None if t is None else StorageWeakRef(t.untyped_storage()) for t in sources)
             self._fused = _Fused(key, storages, experts)
         assert self._fused is not None
         return self._fused.experts
+
+    def _make_fused(self, backend: Quantizer, masters: Masters, recipe: Recipe, *, transposed: bool) -> ExpertWeights:
+        """Both weights in the kernels' order; masters that are packed are the operands of the forward themselves."""
+        packing = self.packing
+        if packing is None:
+            return _without_plain_copies(make_experts(backend, masters, recipe, transposed=transposed))
+        made = packing.operands(masters)
+        if transposed:
+            w13, w2 = packing.unpack(masters.w13.detach(), 2), packing.unpack(masters.w2.detach(), 1)
+            plain = dataclasses.replace(masters, w13=w13, w2=w2)
+            made = dataclasses.replace(made, fused_t=make_experts(backend, plain, recipe, transposed=True).fused_t)
+        return _without_plain_copies(made)
 
     def _get(
         self, name: str, backend: Quantizer, masters: Masters, recipe: Recipe, requantize: bool, transposed: bool
@@ -211,7 +257,7 @@ class WeightCopies:
         return copy.forward, copy.transposed if transposed else None
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy starts empty; its module sets itself as owner
-        return WeightCopies, ()
+        return WeightCopies, (None, self.packing)
 
 
 def make_experts(backend: Quantizer, masters: Masters, recipe: Recipe, *, transposed: bool) -> ExpertWeights:

@@ -13,6 +13,7 @@ from megamoe.comm.transport import Transport
 from megamoe.quantize import QuantizedWeight
 from megamoe.recipe import Recipe
 from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, Saved, Steps
+from megamoe.weights import Packing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,9 @@ class Backend(Protocol):
 
     is_fused: bool
     """Whether its kernels read the weights in an order of their own, which `prepare` makes."""
+
+    packing: Packing | None
+    """How FP8 weights give up their order for that one; None: they are read as they are."""
 
     def quantize_experts(
         self, w13: torch.Tensor, w2: torch.Tensor, recipe: Recipe, transposed: bool

@@ -15,6 +15,7 @@ import torch
 from megamoe import unfused
 from megamoe.backends.base import Backend, Problem
 from megamoe.backends.cute_groups import GroupWorkspaces
+from megamoe.backends.cute_packing import CutePacking
 from megamoe.backends.cute_shared import SOURCE_SHIFT, Shared, check_tokens, watchdog
 from megamoe.backends.stepwise import StepwiseBackend
 from megamoe.comm.transport import GroupTransport, Transport
@@ -24,6 +25,7 @@ from megamoe.quantize import QuantizedRows, QuantizedWeight
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan, check_id_values
 from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, RowOrder, Saved
+from megamoe.weights import Packing
 
 KEPT_WORKSPACES = 4
 """Workspaces of different sizes kept for later calls; the one unused for longest goes first."""
@@ -35,6 +37,7 @@ class CuteBackend(StepwiseBackend):
     auto_device: str | None = "cuda"
     saves_codes = True
     is_fused = True
+    packing: Packing | None = CutePacking()
 
     def __init__(self) -> None:
         super().__init__("cute", "megamoe.triton_kernels")

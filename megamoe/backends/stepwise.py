@@ -14,6 +14,7 @@ from megamoe.comm.transport import Transport
 from megamoe.quantize import QuantizedWeight
 from megamoe.recipe import Recipe
 from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, Saved, Steps
+from megamoe.weights import Packing
 
 
 class StepwiseBackend:
@@ -31,6 +32,7 @@ class StepwiseBackend:
     auto_device: str | None = None
     saves_codes = False
     is_fused = False
+    packing: Packing | None = None
 
     @property
     def steps(self) -> Steps:

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wgrad-operands", choices=("bf16", "fp8"), default=PlanOptions().wgrad_operands)
     parser.add_argument("--backend", choices=("steps", "cute"), default="steps", help="unfused steps or fused kernels")
     parser.add_argument("--steal-us", type=float, default=0.0, help="of the layer's OverlapConfig")
+    parser.add_argument("--packed", action="store_true", help="FP8 weights after pack_weights(), with --backend cute")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--png", help="also draw the stages into this file (needs matplotlib)")
 
@@ -54,7 +55,9 @@ def plan_of(args: argparse.Namespace) -> MemoryPlan:
         if not capacity.isdecimal():
             raise MegaMoEValueError(expected("--capacity", "a number of rows or 'worst'", repr(capacity)))
         capacity = int(capacity)
-    options = PlanOptions(args.weights, args.precision, args.virtual, args.wgrad_operands, args.backend, args.steal_us)
+    options = PlanOptions(
+        args.weights, args.precision, args.virtual, args.wgrad_operands, args.backend, args.steal_us, args.packed
+    )
     return memory_plan(config, args.ranks, args.save, capacity, tokens=args.tokens, options=options)
 
 

@@ -11,8 +11,8 @@ import torch
 from megamoe.cli.problem import ROUTINGS, Problem, ProblemSpec, make_problem
 from megamoe.comm import LocalWorld
 from megamoe.context import MoEContext
+from megamoe.experts import Experts
 from megamoe.gates import GATES, sqnr_db
-from megamoe.layer import Experts
 from megamoe.overlap import OverlapConfig
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import experts_per_rank

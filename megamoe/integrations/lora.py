@@ -14,8 +14,9 @@ from torch import nn
 
 from megamoe.context import MoEContext
 from megamoe.errors import MegaMoEValueError, expected
+from megamoe.experts import Experts
 from megamoe.integrations.built_weights import mega_moe_built
-from megamoe.layer import Experts, MegaMoE
+from megamoe.layer import MegaMoE
 from megamoe.quantize import QuantizedWeight, quantize_weight
 from megamoe.recipe import Recipe
 from megamoe.weights import WeightCopies
@@ -40,6 +41,7 @@ class LoRAExperts(nn.Module):
             raise MegaMoEValueError(expected("experts", "FP8 weights", str(base.w13.dtype), "Load with weights='fp8'."))
         if rank < 1:
             raise MegaMoEValueError(expected("rank", "1 or more", rank))
+        base.unpack()
         self.base, self.factor = base, alpha / rank
         (e, rows, hidden), inter = base.w13.shape, base.w2.shape[2]
         where: dict[str, Any] = {"device": base.w13.device, "dtype": torch.bfloat16}

@@ -30,7 +30,7 @@ def test_the_blocks_run_and_do_what_they_say(tmp_path: Path) -> None:
     names = ("folder", "bf16_folder", "fp8_folder", "target")
     scope: dict = {name: tmp_path / name for name in names}
     blocks = fenced_blocks(TEXT, ("python",))
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     exec("\n".join(blocks), scope)
     assert scope["layer"].experts.w13.dtype == torch.float8_e4m3fn and scope["masters"].experts.w13.requires_grad
     saved, read = load_moe_layer(tmp_path / "target", 1), load_moe_layer(tmp_path / "folder", 1)

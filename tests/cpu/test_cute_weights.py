@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cute_kernels.weights import GATE_UP, ROWS, permute_rows, prepare_weights, row_order
+from tests.support.kernel_weights import untile
 
 
 @pytest.mark.parametrize("kind, rows", [(GATE_UP, 256), (GATE_UP, 768), (ROWS, 256), (ROWS, 512)])
@@ -36,16 +37,6 @@ def test_a_thread_holds_neighbours(kind):
                     first += tile * 128 + block * inter if kind == GATE_UP else tile * 256 + block * 128
                     rows = [order[tile * 256 + c].item() for c in accumulator_columns(wave, quad, block, group)]
                     assert rows == list(range(first, first + 8))
-
-
-def untile(blocks: torch.Tensor) -> torch.Tensor:
-    """Rows from blocks, byte by byte: granule c of row r of a block lies at place c ^ (r % 8)."""
-    experts, rows, width = blocks.shape
-    flat = blocks.view(torch.uint8).reshape(experts, rows // 256, width // 128, 256, 128)
-    row, byte = torch.arange(256)[:, None], torch.arange(128)[None, :]
-    place = (byte // 16 ^ row % 8) * 16 + byte % 16
-    found = torch.gather(flat, 4, place.expand(flat.shape)).permute(0, 1, 3, 2, 4).reshape(experts, rows, width)
-    return found.view(blocks.dtype)
 
 
 def test_blocks_hold_the_rows_in_order():

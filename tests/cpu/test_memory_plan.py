@@ -243,6 +243,19 @@ def test_wgrad_operands_follow_the_recipe() -> None:
         memory_plan(CONFIG, options=PlanOptions(wgrad_operands="fp4"))
 
 
+def test_packed_weights_have_no_forward_copy() -> None:
+    sizes = [
+        memory_plan(CONFIG, save="none", options=PlanOptions("fp8", backend="cute", is_packed=packed))
+        for packed in (False, True)
+    ]
+    scales = 4 * 3 * 2 * 3 * 8  # of 128 x 128 blocks
+    assert sizes[0].copies_bytes - sizes[1].copies_bytes == 3 * 256 * 384 * 8 - scales
+    assert sizes[0].weights_bytes == sizes[1].weights_bytes
+    for options in (PlanOptions(backend="cute", is_packed=True), PlanOptions("fp8", is_packed=True)):
+        with pytest.raises(MegaMoEValueError, match=r"is_packed: expected False unless weights are 'fp8'"):
+            memory_plan(CONFIG, options=options)
+
+
 def test_fused_kernels_run_where_they_run() -> None:
     with pytest.raises(MegaMoEValueError, match=r"steal_us: expected a number from 0 to 1000, got -1"):
         memory_plan(CONFIG, options=PlanOptions(steal_us=-1))

@@ -126,6 +126,40 @@ def test_a_layer_trains_and_then_infers(backend, weights):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_packed_weights_give_the_same_bits_and_are_held_once(device):
+    if reason := why_not("cute", Problem.of(device, Recipe(), 1024, 512)):
+        pytest.skip(reason)
+    config = MoEConfig(1024, 512, num_experts=16, top_k=2, initializer_range=0.1)
+    layer = MegaMoE(config, backend="cute", weights="fp8", device=device).eval()
+    x, dout = (torch.randn(70, 1024, device=device).bfloat16() for _ in range(2))
+
+    def results():
+        with torch.no_grad():
+            out = layer(x)
+        y = x.detach().requires_grad_()
+        layer(y).backward(dout)
+        return out, y.grad
+
+    def held():
+        layer.eval()
+        with torch.no_grad():
+            layer(x)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    want, before = results(), held()
+    state = {name: tensor.cpu() for name, tensor in layer.state_dict().items()}
+    layer.pack_weights()
+    weights = 3 * 1024 * 512 * 16
+    assert before - held() == pytest.approx(weights, rel=0.02)
+    for name, got, expected in zip(("out", "dx"), results(), want, strict=True):
+        assert_bitwise(got, expected, name)
+    for name, tensor in layer.state_dict().items():
+        assert_bitwise(tensor.cpu(), state[name], name)
+    layer.unpack_weights()
+    assert_bitwise(results()[0], want[0], "out, unpacked")
+
+
 def test_tensors_on_another_device_than_the_current_one(backend):
     problem = make_problem(ProblemSpec((50,), 256, 128, 8, 2), "cuda:1")
     want = run(problem_of((50,)), context_for(problem, backend=backend)).joined()

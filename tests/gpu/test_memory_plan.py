@@ -20,6 +20,8 @@ CASES = [
     MemoryCase(SMALL, 8192, precision="bf16"),
     *[MemoryCase(SMALL, 8192, save, backend="cute") for save in ("pool", "repull", "recompute", "none")],
     MemoryCase(SHARED, 8192, weights="fp8", backend="cute"),
+    MemoryCase(SHARED, 8192, "none", weights="fp8", backend="cute"),
+    *[MemoryCase(SHARED, 8192, save, weights="fp8", backend="cute", is_packed=True) for save in ("none", "pool")],
 ]
 
 

@@ -1,7 +1,7 @@
 """The fused kernels' launches emulated with torch steps, so that what surrounds them runs without a GPU.
 
-Weights stay in the user's order; row codes, capacities, garbage behind the last segment and the buffers of a call that
-saves nothing are as the kernels leave them.
+The forward's weights are read in the kernels' order, those of the backward stay in the user's; row codes, capacities,
+garbage behind the last segment and the buffers of a call that saves nothing are as the kernels leave them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from cute_kernels.weights import KernelWeights
 from megamoe import torch_steps as steps
 from megamoe.backends import cute
 from megamoe.quantize import QuantizedRows, QuantizedWeight
 from megamoe.recipe import Recipe
 from megamoe.routing_plan import RankPlan, RoutingPlan
 from megamoe.unfused import RowOrder
+from tests.support.kernel_weights import in_user_order
 
 
 @dataclasses.dataclass
@@ -71,7 +73,7 @@ def fused_forward(
     xs: Sequence[torch.Tensor],
     topk_ids: Sequence[torch.Tensor],
     topk_weights: Sequence[torch.Tensor],
-    weights: Sequence[Pair],
+    weights: Sequence[KernelWeights],
     *,
     clamp: float | None = None,
     pow2_scales: bool = False,
@@ -89,9 +91,10 @@ def fused_forward(
     for r, mine in enumerate(plan.ranks):
         pool = steps.dispatch(sources, mine)
         p = steps.dispatch_weights(list(topk_weights), mine) if plans is None else plans[r].p
-        gate_up = steps.grouped_gemm(pool, weights[r].first(), mine)
+        pair = Pair(*in_user_order(weights[r]))
+        gate_up = steps.grouped_gemm(pool, pair.first(), mine)
         h = steps.swiglu(gate_up, p, recipe)
-        ys.append(steps.grouped_gemm(h, weights[r].second(), mine))
+        ys.append(steps.grouped_gemm(h, pair.second(), mine))
         codes = torch.where(mine.source_rank < 0, -1, (mine.source_rank << 27) | (mine.token * top_k + mine.slot))
         codes[int(mine.offs[-1]) :] = torch.randint(0, 99, (rows - int(mine.offs[-1]),), dtype=torch.int32)
         buffers = SimpleNamespace(
@@ -218,7 +221,7 @@ def drain(offered: Offer, operands: Operands, dw2: torch.Tensor | None) -> None:
 def install(monkeypatch: pytest.MonkeyPatch) -> cute.CuteBackend:
     """Make backend="cute" run on the CPU with these. The `World`s made are in `World.made`."""
     launch = pytest.importorskip("cute_kernels.launch")
-    from cute_kernels import backward_launch, backward_offer, weights, wgrad_launch
+    from cute_kernels import backward_launch, backward_offer, wgrad_launch
 
     backend = cute.CuteBackend()
     monkeypatch.setitem(cute_backends(), "cute", backend)
@@ -226,7 +229,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> cute.CuteBackend:
     monkeypatch.setattr(cute.CuteBackend, "steps", steps)
     monkeypatch.setattr(launch, "LocalWorld", World)
     monkeypatch.setattr(launch, "fused_forward", fused_forward)
-    monkeypatch.setattr(weights, "prepare_weights", Pair)
     monkeypatch.setattr(backward_launch, "fused_backward", fused_backward)
     monkeypatch.setattr(backward_launch, "prepare_backward_weights", Pair)
     monkeypatch.setattr(wgrad_launch, "weight_gradients", weight_gradients)

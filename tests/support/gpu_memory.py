@@ -25,11 +25,14 @@ class MemoryCase:
     precision: str = "fp8"
     backend: str = "triton"
     wgrad_operands: str = PlanOptions().wgrad_operands
+    is_packed: bool = False
 
     def plan(self) -> MemoryPlan:
         backend = "cute" if self.backend == "cute" else "steps"
         operands = self.wgrad_operands
-        options = PlanOptions(self.weights, self.precision, backend=backend, wgrad_operands=operands)
+        options = PlanOptions(
+            self.weights, self.precision, backend=backend, wgrad_operands=operands, is_packed=self.is_packed
+        )
         return memory_plan(self.config, save=self.save, tokens=self.tokens, options=options)
 
     def recipe(self) -> Recipe:
@@ -39,7 +42,8 @@ class MemoryCase:
         c = self.config
         sizes = f"H{c.hidden_size} I{c.intermediate_size} E{c.num_experts} K{c.top_k} T{self.tokens}"
         shared = f" +{c.num_shared_experts} shared" if c.num_shared_experts else ""
-        return f"{sizes}{shared} {self.save} {self.weights} {self.precision} {self.backend} {self.wgrad_operands}"
+        weights = self.weights + " packed" * self.is_packed
+        return f"{sizes}{shared} {self.save} {weights} {self.precision} {self.backend} {self.wgrad_operands}"
 
 
 def measure_peak(case: MemoryCase) -> int:
@@ -55,6 +59,8 @@ def measure_peak(case: MemoryCase) -> int:
         device=device,
         save=save,
     )
+    if case.is_packed:
+        layer.pack_weights()
     x = torch.randn(case.tokens, case.config.hidden_size, device=device).bfloat16()
     dout = torch.randn_like(x)
 
