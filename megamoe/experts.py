@@ -18,7 +18,7 @@ from megamoe.loading import DTYPES, WeightFormat, convert
 from megamoe.overlap import OverlapConfig
 from megamoe.quantize import ceil_div, quantize_weight
 from megamoe.recipe import BLOCK, Recipe
-from megamoe.weights import WeightCopies
+from megamoe.weights import Packing, WeightCopies
 
 
 class Experts(nn.Module):
@@ -119,21 +119,18 @@ class Experts(nn.Module):
         if backend.packing is None or self.is_packed:
             return
         backend.packing.check(self.w13.shape[2])
-        self.copies.refresh()
-        self._reorder(backend.packing.pack)
-        self.copies.packing = backend.packing
+        self._reorder(backend.packing.pack, backend.packing)
 
     def unpack(self) -> None:
         """Take `pack` back: the bytes of w13 and w2 in the order in which they came."""
         if self.copies.packing is not None:
-            self.copies.refresh()
-            self._reorder(self.copies.packing.unpack)
-            self.copies.packing = None
+            self._reorder(self.copies.packing.unpack, None)
 
-    def _reorder(self, to_order: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-        for name, row_groups in (("w13", 2), ("w2", 1)):
-            data = to_order(getattr(self, name).detach(), row_groups)
-            setattr(self, name, nn.Parameter(data, requires_grad=False))
+    def _reorder(self, to_order: Callable[[torch.Tensor, int], torch.Tensor], packing: Packing | None) -> None:
+        self.copies.refresh()  # frees the kernels' own copy
+        w13, w2 = to_order(self.w13.detach(), 2), to_order(self.w2.detach(), 1)  # both, before either is replaced
+        self.w13, self.w2 = (nn.Parameter(data, requires_grad=False) for data in (w13, w2))
+        self.copies.packing = packing
 
     def forward(self, x: Any, topk_ids: Any, topk_weights: Any, *, is_first_microbatch: bool | None = None) -> Any:
         """`mega_moe` with these weights."""

@@ -24,11 +24,13 @@ class CutePacking:
             raise MegaMoEValueError(expected("hidden_size", contract, hidden_size))
 
     def pack(self, weight: torch.Tensor, row_groups: int) -> torch.Tensor:
+        """E4M3 [E_l, N, K] in the kernel's order, a new tensor of the same shape."""
         from cute_kernels import weights
 
         return weights.permute_rows(weight, weights.GATE_UP if row_groups == 2 else weights.ROWS)
 
     def unpack(self, weight: torch.Tensor, row_groups: int) -> torch.Tensor:
+        """The inverse of `pack`, a new tensor."""
         from cute_kernels import weights
 
         kind = weights.GATE_UP if row_groups == 2 else weights.ROWS
@@ -39,6 +41,7 @@ class CutePacking:
         return torch.index_select(granules, 1, place).view(torch.uint8).view(weight.shape).view(weight.dtype)
 
     def operands(self, packed: Masters) -> ExpertWeights:
+        """What the forward reads: the bytes of the masters themselves, and their scales by tile."""
         from cute_kernels.weights import KernelWeights, tile_scales
 
         w13, w2, s13, s2 = packed.w13.detach(), packed.w2.detach(), packed.w13_scale, packed.w2_scale

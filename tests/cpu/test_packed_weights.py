@@ -202,3 +202,21 @@ def test_refused(weights, hidden, match):
     with pytest.raises(MegaMoEValueError, match=match):
         layer.pack_weights()
     assert layer.experts.w13 is before and not layer.experts.is_packed
+
+
+def test_a_failure_on_the_way_changes_nothing(monkeypatch):
+    plain, layer = layers()
+    layer.unpack_weights()
+    pack = CutePacking.pack
+
+    def fails(self, weight, row_groups):
+        if row_groups == 1:
+            raise torch.OutOfMemoryError("no room for w2")
+        return pack(self, weight, row_groups)
+
+    monkeypatch.setattr(CutePacking, "pack", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        layer.pack_weights()
+    assert not layer.experts.is_packed
+    with torch.no_grad():
+        assert_bitwise(layer(tokens()), plain(tokens()), "out")
