@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional
 
 from checkpoints.errors import CheckpointError
+from checkpoints.layouts import BLOCK
 
 FP4_BLOCK = 32
-BLOCK = 128
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E4M3_LOWEST_BIT = -9
 """E4M3 holds multiples of 2^-9 with up to four significant bits, to 448."""
