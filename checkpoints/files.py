@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +22,7 @@ from checkpoints.errors import CheckpointError, listed
 
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_INDEX_BYTES = 1 << 28
+MAX_CONFIG_BYTES = 1 << 22
 WINDOW_BYTES = 1 << 26
 """Bytes read through one mapping of a shard before it is mapped anew, so that touched pages do not pile up."""
 
@@ -52,11 +54,35 @@ class CheckpointSource:
         folder: where all files lie.
         file_of: the shard that holds each key, as the index (or the only file) says.
         index: name of the index file, or None.
+        allow_links: whether links out of the folder are followed.
     """
 
     folder: Path
     file_of: Mapping[str, str]
     index: str | None
+    allow_links: bool = False
+
+    def beside(self, name: str) -> Path | None:
+        """A file beside the shards, None if there is none. Raises CheckpointError for a link that is not followed."""
+        path = self.folder / name
+        if path.is_symlink():
+            _check_inside(self.folder, name, self.allow_links)
+        return path if path.is_file() else None
+
+    def config(self) -> dict[str, Any] | None:
+        """What config.json holds, None if there is none. Raises CheckpointError for what is no JSON object."""
+        path = self.beside("config.json")
+        if path is None:
+            return None
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise CheckpointError(f"config.json: expected at most {MAX_CONFIG_BYTES} bytes, got {path.stat().st_size}.")
+        try:
+            config = json.loads(path.read_bytes())
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise CheckpointError(f"config.json: expected JSON, got {str(error)[:120]}.") from error
+        if not isinstance(config, dict):
+            raise CheckpointError("config.json: expected an object, got something else.")
+        return config
 
     def keys_under(self, prefix: str) -> list[str]:
         """All keys that start with `prefix`, sorted."""
@@ -171,7 +197,7 @@ def _one_file(folder: Path, file: str, allow_links: bool) -> CheckpointSource:
         raise CheckpointError(f"folder: expected a folder or a .safetensors file, got {file!r}.")
     _check_inside(folder, file, allow_links)
     with _open(folder, file) as shard:
-        return CheckpointSource(folder, dict.fromkeys(shard.keys(), file), None)
+        return CheckpointSource(folder, dict.fromkeys(shard.keys(), file), None, allow_links)
 
 
 def _indexed(folder: Path, index: str, files: list[str], allow_links: bool) -> CheckpointSource:
@@ -195,7 +221,7 @@ def _indexed(folder: Path, index: str, files: list[str], allow_links: bool) -> C
         )
     for name in sorted(named):
         _check_inside(folder, name, allow_links)
-    return CheckpointSource(folder, file_of, index)
+    return CheckpointSource(folder, file_of, index, allow_links)
 
 
 def _read_index(folder: Path, index: str, allow_links: bool) -> dict[str, str]:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoints import CheckpointError, load_moe_layer
-from checkpoints.files import ReadRequest, open_source
+from checkpoints.files import MAX_CONFIG_BYTES, ReadRequest, open_source
 from tests.support.toy_checkpoint import INDEX, Toy, packed, per_expert, same_bytes, write_index, write_shards
 from tests.support.toy_fp4 import v4_layer
 
@@ -137,10 +137,10 @@ def test_links_out_of_the_folder_need_leave(tmp_path: Path, what: str) -> None:
         (folder / "config.json").unlink()
     (folder / name).rename(tmp_path / "blob")
     os.symlink(tmp_path / "blob", folder / name)
-    if what == "config":  # not read at all
-        assert load_moe_layer(folder, 3).num_experts == 4
-        return
     load_fails(folder, name, "got a link to", "allow_links=True")
+    if what == "config":  # read like any other
+        load_fails(folder, "expected weight_block_size [128, 128], got [64, 64]", allow_links=True)
+        return
     assert load_moe_layer(folder, 3, allow_links=True).num_experts == 4
 
 
@@ -366,6 +366,19 @@ def test_config_decides_what_a_family_must_hold(tmp_path: Path) -> None:
     load_fails(tmp_path, "config.json: expected an object")
     (tmp_path / "config.json").write_text("{")
     load_fails(tmp_path, "config.json: expected JSON")
+    (tmp_path / "config.json").write_text(" " * (MAX_CONFIG_BYTES + 1))
+    load_fails(tmp_path, f"config.json: expected at most {MAX_CONFIG_BYTES} bytes")
+
+
+def test_a_linked_config_says_as_much_as_a_file(tmp_path: Path) -> None:
+    write_shards(tmp_path / "folder", per_expert(Toy(), bias=False))
+    (tmp_path / "blob").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    os.symlink(tmp_path / "blob", tmp_path / "folder" / "config.json")
+    load_fails(tmp_path / "folder", "in the names of deepseek-v3", "correction_bias", allow_links=True)
+    (tmp_path / "folder" / "config.json").unlink()
+    (tmp_path / "folder" / "other.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    os.symlink("other.json", tmp_path / "folder" / "config.json")  # inside the folder: needs no leave
+    load_fails(tmp_path / "folder", "in the names of deepseek-v3", "correction_bias")
 
 
 def test_packed_shapes(tmp_path: Path) -> None:
