@@ -9,15 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from checkpoints.errors import CheckpointError, listed
-from checkpoints.files import open_source
+from checkpoints.files import CheckpointSource, open_source
 from checkpoints.layouts import BLOCK, scale_shape
 from checkpoints.names import PER_EXPERT
+from checkpoints.save import write_index, write_shard
 
 Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A matrix [N, K] -> (float8_e4m3fn [N, K], fp32 [ceil(N / 128), ceil(K / 128)])."""
+
+WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+"""Files of weights, and indexes of these: no copies of them belong beside the FP8 shards."""
 
 
 def is_expert_weight(key: str) -> bool:
@@ -32,25 +35,31 @@ def convert_to_fp8(
     quantize: Quantizer,
     *,
     select: Callable[[str], bool] = is_expert_weight,
+    allow_links: bool = False,
 ) -> list[str]:
-    """Quantise the selected weights of a checkpoint; everything else is copied as it is.
+    """Quantise the selected weights of a checkpoint; its other tensors and small files are copied as they are.
 
     Args:
-        source_folder: folder (or file) with bf16, fp16 or fp32 weights.
-        target_folder: a folder that does not exist or is empty; gets the same shards, an index and the small files.
+        source_folder: folder with bf16, fp16 or fp32 weights, or one file, of whose neighbours config.json is copied.
+        target_folder: a folder that does not exist or is empty; gets the same shards, an index, and every file that
+            holds no weights (tokenizer, templates, code); config.json gets a `quantization_config`. Subfolders stay.
         quantize: how one matrix is quantised.
         select: which keys; by default the weights of routed and shared experts.
+        allow_links: follow symbolic links out of the folder (the Hugging Face cache is made of them).
 
     Returns:
         The keys that were quantised. Each has a neighbour, with "weight" replaced by "weight_scale_inv".
 
     Raises:
-        CheckpointError: a broken source, a target that is not empty, nothing selected, a selected tensor that is no
-            matrix of bf16, fp16 or fp32, or a quantiser that returns something else than described.
+        CheckpointError: a broken source, a link that is not followed, a target that is not empty, nothing selected, a
+            selected tensor that is no matrix of bf16, fp16 or fp32, or a quantiser that returns something else than
+            described.
 
     Effects: holds one shard in memory at a time. The index is written last: a folder without one is incomplete.
     """
-    source = open_source(source_folder)
+    source = open_source(source_folder, allow_links=allow_links)
+    config = source.config()
+    small_files = _small_files(source) if Path(source_folder).is_dir() else []
     target = Path(target_folder)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"target_folder: expected a new or empty folder, got {str(target)!r} with files in it.")
@@ -65,19 +74,18 @@ def convert_to_fp8(
     by_file: dict[str, list[str]] = defaultdict(list)
     for key, file in source.file_of.items():
         by_file[file].append(key)
-    weight_map: dict[str, str] = {}
-    total = 0
     for file, keys in sorted(by_file.items()):
         tensors: dict[str, torch.Tensor] = {}
         for key in sorted(keys):
             tensor = source.tensor(key)
             tensors.update(_quantized(key, tensor, quantize) if key in chosen else {key: tensor})
-        save_file(tensors, target / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, file))
-        total += sum(t.numel() * t.element_size() for t in tensors.values())
-    _copy_small_files(source.folder, target, [key for key in metas if key not in chosen])
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        write_shard(target, file, tensors)
+    for path in small_files:
+        shutil.copyfile(path, target / path.name)
+    if config is not None:
+        config["quantization_config"] = _quantization([key for key in metas if key not in chosen])
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_index(target)
     return sorted(chosen)
 
 
@@ -91,21 +99,21 @@ def _quantized(key: str, weight: torch.Tensor, quantize: Quantizer) -> dict[str,
     return {key: data.contiguous(), f"{key}_scale_inv": scale.contiguous()}
 
 
-def _copy_small_files(source: Path, target: Path, plain_keys: list[str]) -> None:
-    """Copy configuration and tokenizer files; config.json gets a quantization_config that names what was left alone."""
-    for path in sorted(source.glob("*.json")):
-        if path.name.endswith(".index.json") or path.is_symlink() or not path.is_file():
-            continue
-        if path.name != "config.json":
-            shutil.copyfile(path, target / path.name)
-            continue
-        config = json.loads(path.read_text())
-        plain_modules = sorted({key.removesuffix(".weight") for key in plain_keys if key.endswith(".weight")})
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": plain_modules,
-        }
-        (target / path.name).write_text(json.dumps(config, indent=2) + "\n")
+def _small_files(source: CheckpointSource) -> list[Path]:
+    """All files of the folder that hold no weights, less config.json."""
+    names = sorted(path.name for path in source.folder.iterdir() if not path.name.endswith(WEIGHT_SUFFIXES))
+    paths = [source.beside(name) for name in names if name != "config.json"]
+    return [path for path in paths if path is not None]
+
+
+def _quantization(plain_keys: list[str]) -> dict[str, object]:
+    """The quantization_config that names what was left alone."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": sorted(
+            {key.removesuffix(".weight") for key in plain_keys if key.endswith(".weight")}
+        ),
+    }

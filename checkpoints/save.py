@@ -60,16 +60,16 @@ def save_moe_layer(
     size = 0
     for key, tensor in named_tensors(tensors, FAMILIES[name].table):
         if pending and size + tensor.nbytes > max_shard_bytes:
-            files.append(_write(folder, f"{stem}-{len(files) + 1:05d}.safetensors", pending))
+            files.append(write_shard(folder, f"{stem}-{len(files) + 1:05d}.safetensors", pending))
             pending, size = {}, 0
         pending[key] = tensor.contiguous()
         size += tensor.nbytes
-    files.append(_write(folder, f"{stem}-{len(files) + 1:05d}.safetensors", pending))
+    files.append(write_shard(folder, f"{stem}-{len(files) + 1:05d}.safetensors", pending))
     return files
 
 
 def write_index(folder: str | Path) -> Path:
-    """Write the index of all `.safetensors` files of a folder.
+    """Write the index of all `.safetensors` files of a folder; its `total_size` is that of their tensors in bytes.
 
     Returns:
         The index file.
@@ -91,7 +91,7 @@ def write_index(folder: str | Path) -> Path:
             other = weight_map[twice[0]]
             raise CheckpointError(f"{path.name}: expected each key in one file, got {listed(twice)} in {other} too.")
         weight_map.update(dict.fromkeys(keys, path.name))
-        total += path.stat().st_size
+        total += _tensor_bytes(path)
     if not weight_map:
         raise CheckpointError(f"{folder}: expected .safetensors files, got none. Save the layers first.")
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -165,7 +165,15 @@ def _matrix(w13: torch.Tensor | None, w2: torch.Tensor | None, role: str, index:
     return split_gate_up(w13[index])[0 if role == "gate" else 1]
 
 
-def _write(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> str:
+def _tensor_bytes(path: Path) -> int:
+    """What a complete file holds behind its header, whose length is its first 8 bytes."""
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return path.stat().st_size - 8 - header
+
+
+def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Write one file, which appears complete or not at all; returns its name."""
     temporary = folder / f".{file}.{os.getpid()}"
     try:
         save_file({key: t.cpu() for key, t in tensors.items()}, temporary, metadata={"format": "pt"})

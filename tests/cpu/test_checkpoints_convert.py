@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import CheckpointError, convert_to_fp8, load_moe_layer
+from checkpoints.save import INDEX_NAME
 from megamoe.quantize import quantize_weight
 from megamoe.recipe import Recipe
 from tests.support.toy_checkpoint import Toy, per_expert, same_bytes, write_shards
@@ -75,10 +76,79 @@ def test_everything_else_is_copied(tmp_path: Path, hf_model) -> None:
     assert all(same_bytes(before[key], after[key]) for key in before if key not in keys)
     index = json.loads((tmp_path / "fp8" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(after)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in after.values())
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     assert "model.layers.1.mlp.gate" in config["quantization_config"]["modules_to_not_convert"]
     assert not any(".experts." in name for name in config["quantization_config"]["modules_to_not_convert"])
+
+
+SMALL = {
+    "tokenizer.model": b"\0\xff",
+    "merges.txt": b"a b",
+    "chat_template.jinja": b"{{ x }}",
+    "modeling_own.py": b"pass",
+    "generation_config.json": b"{}",
+    "LICENSE": b"free",
+}
+
+
+def test_every_small_file_is_copied_and_no_weights(tmp_path: Path) -> None:
+    source, target = tmp_path / "bf16", tmp_path / "fp8"
+    write_shards(source, per_expert(Toy(scale=None)))
+    for name, content in SMALL.items():
+        (source / name).write_bytes(content)
+    for name in ("pytorch_model.bin", "consolidated.00.pth", "pytorch_model.bin.index.json"):
+        (source / name).write_bytes(b"weights")
+    (source / "original").mkdir()
+    convert_to_fp8(source, target, quantize)
+    shards = {path.name for path in source.glob("*.safetensors")}
+    assert {path.name for path in target.iterdir()} == set(SMALL) | shards | {INDEX_NAME}
+    assert {name: (target / name).read_bytes() for name in SMALL} == SMALL
+
+
+def test_links_are_followed_where_that_is_allowed(tmp_path: Path) -> None:
+    source, blobs = tmp_path / "bf16", tmp_path / "blobs"
+    write_shards(source, per_expert(Toy(scale=None)))
+    (source / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    (source / "tokenizer.model").write_bytes(b"tokens")
+    blobs.mkdir()
+    for path in sorted(source.iterdir()):  # as the Hugging Face cache does
+        path.rename(blobs / path.name)
+        path.symlink_to(blobs / path.name)
+    convert_to_fp8(source, tmp_path / "all", quantize, allow_links=True)
+    assert (tmp_path / "all" / "tokenizer.model").read_bytes() == b"tokens"
+    config = json.loads((tmp_path / "all" / "config.json").read_text())
+    assert config["model_type"] == "deepseek_v3" and config["quantization_config"]["quant_method"] == "fp8"
+    for path in sorted(blobs.iterdir()):
+        if path.name != "tokenizer.model":
+            (source / path.name).unlink()
+            path.rename(source / path.name)
+    with pytest.raises(CheckpointError, match=r"tokenizer.model: expected a file inside .*, got a link to .*allow_li"):
+        convert_to_fp8(source, tmp_path / "one", quantize)
+    assert not (tmp_path / "one").exists()
+
+
+def test_a_lone_file_brings_its_configuration_and_nothing_else(tmp_path: Path) -> None:
+    write_shards(tmp_path / "bf16", per_expert(Toy(scale=None)), num_shards=1)
+    (file,) = (tmp_path / "bf16").glob("*.safetensors")
+    for name in ("config.json", "diary.json"):
+        (tmp_path / "bf16" / name).write_text("{}")
+    convert_to_fp8(file, tmp_path / "fp8", quantize)
+    assert {path.name for path in (tmp_path / "fp8").iterdir()} == {file.name, "config.json", INDEX_NAME}
+
+
+def test_a_shard_that_is_not_finished_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path / "bf16", per_expert(Toy(scale=None)))
+
+    def full(tensors: object, path: Path, metadata: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("checkpoints.save.save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize)
+    assert not list((tmp_path / "fp8").iterdir())
 
 
 def test_refusals(tmp_path: Path) -> None:

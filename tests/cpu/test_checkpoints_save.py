@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints import CheckpointError, load_moe_layer, save_moe_layer, write_index
+from checkpoints.save import INDEX_NAME
 from tests.support.toy_checkpoint import Toy, packed, per_expert, same_bytes, write_shards
 from tests.support.toy_fp4 import v4_layer
 
@@ -120,6 +122,8 @@ def test_index_of_several_layers_and_its_errors(tmp_path: Path) -> None:
     write_index(tmp_path / "out")
     assert_same(everything(tmp_path / "out"), tensors)
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
+    index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values()), "headers do not count"
     with pytest.raises(CheckpointError, match=r"expected .safetensors files, got none"):
         write_index(tmp_path)
     source = next((tmp_path / "out").glob("*.safetensors"))
