@@ -25,14 +25,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The contents of a checkpoint's config.json.
 
     Raises:
-        MegaMoEValueError: there is none.
+        MegaMoEValueError: there is none, or it is no JSON object.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise MegaMoEValueError(
             expected("folder", "a folder with a config.json", str(folder), "Or pass config=MoEConfig(...).")
         )
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise MegaMoEValueError(expected(str(path), "JSON", str(error)[:120])) from error
+    if not isinstance(config, dict):
+        raise MegaMoEValueError(expected(str(path), "a JSON object", type(config).__name__))
+    return config
 
 
 def place(world: World) -> tuple[int, int]:

@@ -120,6 +120,13 @@ def test_without_config_json(fp8_folder):
         MegaMoE.from_checkpoint(fp8_folder, 3)
 
 
+@pytest.mark.parametrize(("text", "contract"), [("{", "JSON"), ("\xff", "JSON"), ("[]", "a JSON object, got list")])
+def test_a_broken_config_json_is_refused(fp8_folder, text, contract):
+    (fp8_folder / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(MegaMoEValueError, match=f"config.json: expected {contract}"):
+        MegaMoE.from_checkpoint(fp8_folder, 3)
+
+
 def test_another_layer_is_the_checkpoints_error(fp8_folder):
     with pytest.raises(checkpoints.CheckpointError, match="layer 7"):
         MegaMoE.from_checkpoint(fp8_folder, 7, config=CONFIG)
