@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megamoe.cli.records import OPTIONAL, REQUIRED, Record, kernel_hash
+from megamoe.cli.records import OPTIONAL, REQUIRED, Record
+from megamoe.provenance import kernel_hash
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from megamoe.errors import MegaMoETypeError, MegaMoEValueError, expected
+from megamoe.provenance import gpu_name, kernel_hash
 from megamoe.recipe import Recipe
 
 WgradMode = Literal["inline", "stream", "delayed"]
@@ -91,7 +92,7 @@ class OverlapKey:
     """What settings were measured for. They are used where all of it is the same.
 
     Attributes:
-        gpu: as `megamoe.cli.records.gpu_name` says it.
+        gpu: as `megamoe.provenance.gpu_name` says it.
         num_experts, hidden_size, intermediate_size, top_k: E over all ranks, H, I, K.
         ranks: R.
         recipe: its fields.
@@ -110,8 +111,6 @@ class OverlapKey:
     @classmethod
     def of(cls, device: torch.device, sizes: tuple[int, int, int, int], ranks: int, recipe: Recipe) -> OverlapKey:
         """That of this machine. `sizes`: E, H, I, K. A device that holds nothing stands for the current CUDA device."""
-        from megamoe.cli.records import gpu_name, kernel_hash
-
         if device.type == "meta":
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return cls(gpu_name(device), *sizes, ranks, dataclasses.asdict(recipe), str(kernel_hash("cute")))
@@ -169,10 +168,19 @@ def read_entries(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         got = f"format {content['megamoe_overlap']} in {name!r}"
         raise MegaMoEValueError(expected("overlap", f"format {FORMAT}", got, "Run megamoe tune again."))
     names = {field.name for field in dataclasses.fields(OverlapKey)} | {"overlap"}
-    for entry in content.get("settings", []):
+    entries = content.get("settings")
+    if not isinstance(entries, list):
+        got = f"{type(entries).__name__} in {name!r}"
+        raise MegaMoEValueError(expected("overlap", "a list of settings", got, "Run megamoe tune again."))
+    for entry in entries:
         if not isinstance(entry, dict) or not names <= entry.keys():
             raise MegaMoEValueError(expected("overlap", f"settings with {', '.join(sorted(names))}", f"{name!r}"))
-    return content.get("settings", [])
+        kinds = {"overlap": dict, "recipe": dict, "kernel_hash": str}
+        odd = [field for field, kind in kinds.items() if not isinstance(entry[field], kind)]
+        if odd:
+            got = f"other types of {', '.join(odd)} in {name!r}"
+            raise MegaMoEValueError(expected("overlap", contract, got, "Run megamoe tune again."))
+    return entries
 
 
 def resolve_overlap(overlap: Overlap, key: Any) -> OverlapConfig:

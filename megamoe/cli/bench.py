@@ -29,10 +29,11 @@ from megamoe.cli.bench_problem import (
 )
 from megamoe.cli.bench_torch import COPY_OF, ceilings, same_size_copies, torch_gemms, torch_wgrads
 from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape
-from megamoe.cli.records import Record, environment, gpu_name, write_records
+from megamoe.cli.records import Record, environment, write_records
 from megamoe.cli.timing import Timing, captured, clock_mhz, time_variants
 from megamoe.cli.verify import device_of
 from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
+from megamoe.provenance import gpu_name
 from megamoe.recipe import Recipe
 
 PASSES = {"forward": 3, "backward": 6, "fwd_bwd": 9, "fwd_bwd_requantized": 9, "dgrad": 3, "wgrad": 3}

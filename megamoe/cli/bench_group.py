@@ -25,13 +25,14 @@ from megamoe.backends import Backend
 from megamoe.backends.cute_exchange import Choices, ExchangeBackend, Here
 from megamoe.cli.group_run import Member, backend_of, membership
 from megamoe.cli.problem import SHAPES, ProblemSpec, Shape
-from megamoe.cli.records import Record, environment, gpu_name, write_records
+from megamoe.cli.records import Record, environment, write_records
 from megamoe.cli.timing import clock_mhz
 from megamoe.comm import GroupTransport
 from megamoe.comm.transport import exchange_of
 from megamoe.errors import MegaMoEValueError, expected
 from megamoe.gates import GATES, sqnr_db
 from megamoe.overlap import OverlapConfig
+from megamoe.provenance import gpu_name
 from megamoe.recipe import Recipe
 from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, Saved
 

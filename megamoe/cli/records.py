@@ -1,13 +1,11 @@
-"""Benchmark records: what one holds, where it was measured, and the hash that tells whether kernels changed since."""
+"""Benchmark records: what one holds, where and with what it was measured, and how a file of them is written."""
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import platform
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import torch
 
-import megamoe
+from megamoe.provenance import ROOT, gpu_name, kernel_hash
 
 Record = dict[str, Any]
 
@@ -63,32 +61,6 @@ same bytes, errors against the oracle; `graph`: whether launches were replayed f
 inside the time. torch's GEMMs are those of a forward in the recipe's precision, or for weight gradients its bf16
 products alone."""
 
-_ROOT = Path(megamoe.__file__).resolve().parent.parent
-_SOURCES = {"triton": "megamoe/triton_kernels", "cute": "cute_kernels"}
-
-
-def kernel_hash(backend: str, root: Path = _ROOT) -> str | None:
-    """Hash of the sources that make a backend's kernels; None for a backend that is not ours.
-
-    Args:
-        backend: as in a record. root: of the source tree.
-    """
-    backend = backend.split("_")[0]
-    if backend not in _SOURCES:
-        return None
-    digest = hashlib.sha256()
-    for path in sorted((root / _SOURCES[backend]).rglob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def gpu_name(device: torch.device) -> str:
-    """The folder name of a device: "h200" for an NVIDIA H200, "cpu" for the CPU."""
-    if device.type != "cuda":
-        return "cpu"
-    words = torch.cuda.get_device_name(device).lower().replace("nvidia", "").split()
-    return re.sub(r"[^a-z0-9]+", "-", words[0] if words else "gpu").strip("-")
-
 
 def environment(backend: str, device: torch.device) -> Record:
     """The fields of a record that say where and with what it was measured."""
@@ -112,7 +84,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    git = ["git", "-C", str(_ROOT), "rev-parse", "--short=10", "HEAD"]
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
     try:
         return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from megamoe import LocalWorld, MegaMoE, MoEConfig, MoEContext, OverlapConfig, R
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.errors import MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError
 from megamoe.overlap import OverlapKey, read_entries, read_overlap, write_overlap
+from megamoe.provenance import gpu_name
 from tests.support import fake_cute
 from tests.support.compare import assert_bitwise
 from tests.support.moe_calls import run
+from tests.support.source_tree import ROOT
 
 CONFIG = MoEConfig(hidden_size=128, intermediate_size=64, num_experts=8, top_k=3, num_shared_experts=1)
 SIZES = (8, 128, 64, 3)
@@ -115,6 +119,10 @@ def test_a_stale_file_is_refused_and_replaced(path):
         ("[1]", "which is another kind of JSON"),
         ('{"megamoe_overlap": 2}', "overlap: expected format 1, got format 2"),
         ('{"megamoe_overlap": 1, "settings": [{"gpu": "h200"}]}', "overlap: expected settings with .*hidden_size"),
+        ('{"megamoe_overlap": 1}', "overlap: expected a list of settings, got NoneType in .*overlap.json"),
+        ('{"megamoe_overlap": 1, "settings": null}', "overlap: expected a list of settings, got NoneType in "),
+        ('{"megamoe_overlap": 1, "settings": {"gpu": "h200"}}', "overlap: expected a list of settings, got dict in "),
+        ('{"megamoe_overlap": 1, "settings": [3]}', "overlap: expected settings with "),
         ('{"megamoe_overlap": 1, "settings": []}', "overlap: expected settings for .*, got none. Run megamoe tune"),
     ],
 )
@@ -123,6 +131,45 @@ def test_what_is_no_such_file_is_refused(path, content, match):
         path.write_text(content)
     with pytest.raises(MegaMoEValueError, match=match):
         read_overlap(path, key_of())
+
+
+@pytest.mark.parametrize(("field", "value"), [("overlap", None), ("recipe", ["fp8"]), ("kernel_hash", 17)])
+def test_settings_of_other_types_are_refused(path, field, value):
+    write_overlap(path, key_of(), OverlapConfig(), {})
+    content = json.loads(path.read_text())
+    content["settings"][0][field] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(MegaMoEValueError, match=f"overlap: expected a file .*, got other types of {field} in .*again"):
+        read_overlap(path, key_of())
+
+
+def test_the_library_does_not_need_its_command_line(path):
+    """Reading settings imports nothing of it."""
+    write_overlap(path, key_of(), OverlapConfig(lag=8), {})
+    program = f"""
+import sys, torch
+from megamoe import MegaMoE, MoEConfig
+MegaMoE(MoEConfig(128, 64, 8, 3), overlap={str(path)!r}, backend="torch", device="cpu")
+print([name for name in sys.modules if name.startswith("megamoe.cli")])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_cards_of_one_family_have_names_of_their_own(monkeypatch):
+    names = {
+        "NVIDIA H200": "h200",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H100 NVL": "h100-nvl",
+        "NVIDIA H100 80GB HBM3": "h100-80gb-hbm3",
+        "NVIDIA GH200 480GB": "gh200-480gb",
+        "NVIDIA GeForce RTX 4090": "geforce-rtx-4090",
+        "NVIDIA RTX A6000": "rtx-a6000",
+    }
+    for name, want in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert gpu_name(torch.device("cuda", 0)) == want
+    assert gpu_name(torch.device("cpu")) == "cpu"
 
 
 def test_fields_of_another_version_are_refused(path):

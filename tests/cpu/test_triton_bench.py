@@ -12,8 +12,9 @@ from benchmarks import charts
 from benchmarks import records as benchmarks_records
 from megamoe.cli import bench, bench_problem, bench_torch, chart, timing
 from megamoe.cli.problem import ProblemSpec, draw_topk_ids
-from megamoe.cli.records import environment, gpu_name, kernel_hash, write_records
+from megamoe.cli.records import environment, write_records
 from megamoe.errors import BackendUnavailable, MegaMoEValueError
+from megamoe.provenance import gpu_name, kernel_hash
 from megamoe.recipe import Recipe
 
 CPU = torch.device("cpu")
@@ -168,6 +169,7 @@ def test_the_hash_follows_the_sources(tmp_path):
     assert before != kernel_hash("triton", tmp_path)
     assert kernel_hash("torch_scaled_grouped_mm") is None
     assert kernel_hash("cute") != kernel_hash("triton")
+    assert kernel_hash("math") == kernel_hash("cute"), "the fused kernel alone"
 
 
 def test_select_and_render():
