@@ -232,9 +232,9 @@ def check_command(command: str) -> str | None:
     if program == "make":
         wrong = [w for w in rest if "=" not in w and not w.startswith("-") and w not in targets]
         return f"no target {wrong[0]}" if wrong else None
-    if program == "torchrun":
-        scripts = [w for w in rest if w.endswith(".py")]
-        return None if scripts and (ROOT / scripts[0]).exists() else "no such script"
+    if program == "torchrun":  # its own options, then what python would be given
+        begin = next((i for i, w in enumerate(rest) if w == "-m" or w.endswith(".py")), len(rest))
+        program, rest = "python", rest[begin:]
     if program.startswith("python"):
         if rest[:2] == ["-m", "megamoe"]:
             program, rest = "megamoe", rest[2:]
@@ -243,7 +243,7 @@ def check_command(command: str) -> str | None:
             path = ROOT / rest[1].replace(".", "/")
             return "no such module" if ours and not (path.with_suffix(".py").exists() or path.is_dir()) else None
         else:
-            return None if rest and (rest[0] == "-c" or (ROOT / rest[0]).exists()) else "no such script"
+            return None if rest and (rest[0] == "-c" or (ROOT / rest[0]).is_file()) else "no such script"
     if program == "megamoe" and rest and rest[0] not in ("--help", "--version"):
         if rest[0] not in COMMANDS:
             return f"no command {rest[0]}"
@@ -268,10 +268,19 @@ def test_every_command_in_the_documents_exists(document, capsys):
         "megamoe verify --wings 2",
         "python examples/nothing.py",
         "python -m benchmarks.no",
+        "torchrun --nproc-per-node=2 examples/nothing.py",
+        "torchrun --nproc-per-node=2 -m tests.gpu.nothing",
+        "torchrun --nproc-per-node=2 -m megamoe verify --wings 2",
+        "torchrun --nproc-per-node=2",
     ],
 )
 def test_the_command_test_can_fail(command, capsys):
     assert check_command(command)
+
+
+def test_commands_are_found_wherever_they_stand():
+    text = "`make test`\n\n```sh\n$ megamoe info  # why\n```\n\n    torchrun -m megamoe fly\n    x = 1\n"
+    assert sorted(commands(text)) == ["make test", "megamoe info", "torchrun -m megamoe fly"]
 
 
 def test_make_targets_are_phony_and_ci_calls_them():

@@ -64,8 +64,9 @@ def links(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """Command lines: those of shell blocks, and inline code that starts like one."""
+    """Command lines: those of shell blocks, and inline or indented code that starts like one."""
     lines = [line for block in fenced_blocks(text, ("sh", "bash", "console")) for line in block.splitlines()]
     starts = ("make ", "megamoe ", "python ", "torchrun ")
-    lines += [code for code in inline_code(text) if code.startswith(starts)]
+    indented = re.findall(r"^ {4,}(.+)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    lines += [code for code in inline_code(text) + indented if code.startswith(starts)]
     return [line.split("#")[0].strip().removeprefix("$ ") for line in lines if line.split("#")[0].strip()]
