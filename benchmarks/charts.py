@@ -1,4 +1,4 @@
-"""Draws the bar charts of committed records again, where the machine that measured had no matplotlib.
+"""Draws the bar charts of layers from committed records, without measuring again.
 
 python -m benchmarks.charts             writes benchmarks/results/<gpu>/layer-<shape>.png
 """
