@@ -203,6 +203,13 @@ def test_every_path_in_the_documents_exists(document):
     assert not missing, f"{relative(document)}: {missing}"
 
 
+def test_the_pages_on_the_fused_kernels_name_every_file():
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("fused_forward.md", "fused_backward.md"))
+    files = [relative(path) for path in python_files("cute_kernels") if path.name != "__init__.py"]
+    missing = sorted(set(files) - set(inline_code(pages)))
+    assert len(files) > 30 and not missing, missing
+
+
 def test_the_path_test_can_fail():
     assert all(names_a_path(code) and not exists(code) for code in ("tests/cpu/nothing.py", "nothing.py", "docs/no.md"))
 
