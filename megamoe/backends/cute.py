@@ -126,13 +126,13 @@ class CuteBackend(StepwiseBackend):
         from cute_kernels.launch import fused_forward
 
         num_local, top_k = experts[0].w13.data.shape[0], topk_ids[0].shape[1]
-        if options.debug:
-            for ids in topk_ids:
-                check_id_values(ids, num_local * transport.num_ranks)
         saves = options.save != "none"
         if isinstance(transport, GroupTransport):
             shared = self.groups.for_forward(transport, xs[0], topk_ids[0], num_local, options)
         else:
+            if options.debug:
+                for ids in topk_ids:
+                    check_id_values(ids, num_local * transport.num_ranks)
             tokens = [x.shape[0] for x in xs]
             if not sum(tokens):
                 return _nothing(xs, num_local, experts[0].w2.data.shape[2], top_k, recipe, options)
@@ -297,7 +297,7 @@ class CuteBackend(StepwiseBackend):
             self._workspaces.move_to_end(key)
         else:
             while len(self._workspaces) >= KEPT_WORKSPACES:
-                self._workspaces.popitem(last=False)
+                self._workspaces.popitem(last=False)[1].retire()
             self._workspaces[key] = Shared(_local_world(*key))
         return self._workspaces[key]
 

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from megamoe.errors import (
     CapacityError,
     MegaMoEError,
@@ -58,12 +60,24 @@ class Shared:
         self.workspaces = world.workspaces
         self.streams: Any = world.streams if len(world.workspaces) > 1 else None
         self._lock = threading.Lock()
+        self._callers: dict[int, torch.cuda.Stream] = {}
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Around every call: one host thread at a time; what earlier calls recorded is raised in our types."""
         with self._lock, self._translated():
+            stream = torch.cuda.current_stream()
+            self._callers[stream.cuda_stream] = stream
             yield
+
+    def retire(self) -> None:
+        """Before the memory goes back to the allocator, which gives it to the streams it was made on at once.
+
+        It was made in calls, whose streams wait for the last call here, whichever stream that ran on.
+        """
+        for stream in self._callers.values():
+            for workspace in self.workspaces:
+                workspace.follow(stream)
 
     def check(self) -> None:
         """Raise what the calls so far recorded. Synchronises."""

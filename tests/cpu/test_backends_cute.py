@@ -1,6 +1,7 @@
 """What surrounds the fused kernels: weights, workspaces, row order, saved state, on the CPU with emulated launches."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +133,21 @@ def test_calls_of_one_size_share_a_workspace_and_few_are_kept():
         layer(tokens(n))
     layer(tokens(9))
     assert len(World.made) == 2 + KEPT_WORKSPACES + 1, "the one unused for longest had gone"
+
+
+def test_streams_that_may_get_the_memory_of_a_dropped_workspace_wait_for_its_last_call(monkeypatch):
+    layer = MegaMoE(MoEConfig(128, 128, num_experts=4, top_k=2), backend="cute")
+    streams = [SimpleNamespace(cuda_stream=i, wait_event=lambda event: None) for i in range(3)]
+    for stream in (streams[1], streams[2], streams[1]):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *a, stream=stream: stream)
+        layer(tokens(9))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *a: streams[0])
+    for n in range(20, 20 + KEPT_WORKSPACES - 1):
+        layer(tokens(n))
+    assert World.made[0].followers == [], "it is kept"
+    layer(tokens(30))
+    assert World.made[0].followers == streams[1:]
+    assert all(world.followers == [] for world in World.made[1:])
 
 
 def test_release_frees_all(backend):

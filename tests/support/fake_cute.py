@@ -49,10 +49,9 @@ class World:
 
     def __init__(self, num_ranks: int, *, capacity_rows: int | None, max_tokens: int, top_k: int, **sizes: Any) -> None:
         rows = 8192 if capacity_rows is None else capacity_rows
-        self.workspaces = [
-            SimpleNamespace(capacity_rows=rows, max_tokens=max_tokens, top_k=top_k, scratch=None)
-            for _ in range(num_ranks)
-        ]
+        self.followers: list[Any] = []  # streams that wait for the last call
+        mine = {"capacity_rows": rows, "max_tokens": max_tokens, "top_k": top_k, "follow": self.followers.append}
+        self.workspaces = [SimpleNamespace(**mine, scratch=None) for _ in range(num_ranks)]
         self.streams, self.sizes = [None] * num_ranks, sizes
         World.made.append(self)
 
