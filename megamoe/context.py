@@ -110,14 +110,16 @@ class MoEContext:
         capacity: R > 1 only: rows of every rank's pool, equal on all ranks, a multiple of 128. None: as many as a call
             needs (one read-back; under torch.compile sizes must be known, so give a number or "worst"). "worst":
             enough for any routing. A call that needs more raises CapacityError on all ranks.
-        max_tokens_per_rank: process groups only: bound of T on any rank. With a capacity it makes all shapes static.
+        max_tokens_per_rank: process groups only: bound of T on any rank. With a capacity it makes all shapes static;
+            over all-to-alls a rank that finds a fault in its arguments then raises alone, unless `debug`.
         save: what the forward keeps: "pool", "repull" or "recompute", from most memory to most work.
         transport: process groups only: how backend "cute" reaches their ranks. "symmetric": its kernel reads and writes
             the peers' memory, over a group on one node. "nccl": all-to-alls around the kernel, over any group or
             `Hierarchy`, gloo too. None: the first where it can, else the second. Backends "torch" and "triton" always
             run all-to-alls; "auto" runs "cute" over a group only with transport="symmetric".
         overlap: what runs beside what; None: the defaults. Of `wgrad` a call without a module takes "inline" only.
-        debug: check the values of ids on CUDA devices too, which synchronises; on the CPU they are always checked.
+        debug: check the values of ids whatever the device and the sizes, and let the ranks of a group agree before
+            every call, so that all raise what one finds. It synchronises.
         copies: where copies of the weights are kept between calls. None: every call makes its own, and so does every
             backward.
 
@@ -199,13 +201,24 @@ class MoEContext:
         """The bound of T with which a process group plans without exchanging sizes; None: it exchanges them."""
         return self.shapes.max_tokens_per_rank if self.shapes.is_group and self.shapes.capacity is not None else None
 
-    def report(self, error: MegaMoEError, device: torch.device) -> None:
-        """Raise an error that this rank found in its arguments, on all ranks of a group alike."""
-        if self.shapes.is_group and self.static_tokens is None:
+    def report(self, error: MegaMoEError, device: torch.device, w13: object = None) -> None:
+        """Raise an error that this rank found in its arguments, if possible on all ranks of a group alike.
+
+        Where sizes are fixed, the call that the others make is taken to be the one this context has made with weights
+        like `w13` (None: any); where it has made none or several, and over all-to-alls, this rank raises alone.
+        """
+        if self.shapes.is_group and (self.static_tokens is None or self.debug):
             nothing = torch.empty(0, 1, dtype=torch.int64, device=device)
             self.transport(backends.BACKENDS["torch"]).plan([nothing], self.shapes.num_ranks, error=error)
         elif self.static_tokens is not None and isinstance(self.world, dist.ProcessGroup):
-            backends.refuse(self.world, self.static_tokens)
+            shape = w13.shape if isinstance(w13, torch.Tensor) else None
+            made = [(key, backend) for key, backend in self._chosen.items() if shape in (None, key[1])]
+            if len(made) == 1:
+                ((_, (num_local, _, hidden), top_k), backend) = made[0]
+                rows = self.shapes.pool_rows([], top_k, num_local)
+                assert isinstance(rows, int)
+                sizes = (hidden, num_local * self.shapes.num_ranks, top_k, self.static_tokens, rows)
+                backends.refuse(backend, self.world, backends.Sizes(*sizes, self.overlap.reserve_sms))
         raise error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEContext:

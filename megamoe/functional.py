@@ -53,7 +53,7 @@ def mega_moe(
         have their tensor's dtype; those of weights are summed in fp32 and rounded once.
 
     Raises:
-        MegaMoETypeError, MegaMoEValueError: arguments outside the contract; over a group on every rank.
+        MegaMoETypeError, MegaMoEValueError: arguments outside the contract; over a group on every rank, unless sizes are fixed.
         CapacityError: more rows than the context's capacity. BackendUnavailable: the backend cannot run this.
 
     Effects: runs on the current stream; repeatable bit for bit. R = 1 and contexts with a capacity don't synchronise
@@ -74,7 +74,8 @@ def mega_moe(
         error = MegaMoEValueError(expected("context.overlap.wgrad", contract, repr(context.overlap.wgrad)))
     error = error or find_error(context.shapes, xs, ids, weights, w13, w2, scale13, scale2)
     if error is not None:
-        context.report(error, next((t.device for t in (w13, *xs) if isinstance(t, torch.Tensor)), torch.device("cpu")))
+        device = next((t.device for t in (w13, *xs) if isinstance(t, torch.Tensor)), torch.device("cpu"))
+        context.report(error, device, w13)
     tracked = [*xs, *weights, w13, w2] + ([] if context.anchor is None else [context.anchor])
     save = context.shapes.save if torch.is_grad_enabled() and any(t.requires_grad for t in tracked) else "none"
     outs, _ = forward_op(
@@ -143,6 +144,10 @@ def find_error(
         at = f"[{i}]" if len(xs) > 1 else ""
         if x.dim() != 2 or x.shape[1] != hidden:
             problems.append(expected(f"x{at}", f"[T, H = {hidden}]", f"shape {tuple(x.shape)}"))
+        elif shapes.is_group and shapes.max_tokens_per_rank is not None and x.shape[0] > shapes.max_tokens_per_rank:
+            problems.append(
+                expected("x", f"at most max_tokens_per_rank = {shapes.max_tokens_per_rank} rows", x.shape[0])
+            )
         if ids.dim() != 2 or ids.shape[0] != x.shape[0]:
             problems.append(expected(f"topk_ids{at}", f"[T = {x.shape[0]}, K]", f"shape {tuple(ids.shape)}"))
         elif ids.shape[1] != topk_ids[0].shape[1] or ids.shape[1] < 1:

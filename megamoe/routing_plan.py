@@ -98,6 +98,12 @@ def experts_per_rank(num_experts: int, num_ranks: int) -> int:
     return num_experts // num_ranks
 
 
+def most_rows(counts: torch.Tensor, num_ranks: int) -> int:
+    """Rows of the fullest pool, each expert's rounded up to 128, from the rows of all E experts. Synchronises."""
+    aligned = (counts + BLOCK - 1) // BLOCK * BLOCK
+    return int(aligned.view(num_ranks, -1).sum(1).max())
+
+
 def make_plan(
     topk_ids: Sequence[torch.Tensor],
     num_experts: int,

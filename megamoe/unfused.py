@@ -192,7 +192,9 @@ def forward(
     """
     options = options or ForwardOptions()
     num_experts = experts[0].w13.data.shape[0] * transport.num_ranks
-    plan = transport.plan(list(topk_ids), num_experts, options.num_rows, max_tokens=options.max_tokens)
+    plan = transport.plan(
+        list(topk_ids), num_experts, options.num_rows, max_tokens=options.max_tokens, checked=options.debug
+    )
     pools = _dispatch_rows(steps, transport, xs, plan, recipe)
     weights = transport.dispatch_weights(list(topk_weights), plan)
     gate_ups = _gate_ups(steps, transport, pools, plan, experts)

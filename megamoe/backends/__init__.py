@@ -8,10 +8,22 @@ import torch.distributed as dist
 
 from megamoe.backends.base import Backend, Problem
 from megamoe.backends.cute import CuteBackend
+from megamoe.backends.cute_groups import Sizes
 from megamoe.backends.stepwise import StepwiseBackend, TritonBackend
 from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
 
-__all__ = ["BACKENDS", "Backend", "BackendName", "Problem", "check_name", "refuse", "release", "resolve", "why_not"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "BackendName",
+    "Problem",
+    "Sizes",
+    "check_name",
+    "refuse",
+    "release",
+    "resolve",
+    "why_not",
+]
 
 BackendName = Literal["auto", "torch", "triton", "cute"]
 
@@ -61,15 +73,16 @@ def resolve(name: str, problem: Problem) -> Backend:
     return next(backend for backend in candidates if backend.why_not(problem) is None).variant(problem)
 
 
-def refuse(group: dist.ProcessGroup, max_tokens: int) -> None:
+def refuse(backend: Backend, group: dist.ProcessGroup, sizes: Sizes) -> None:
     """End the fused call that the other ranks of a group are about to make, in place of making it.
 
     Args:
-        max_tokens: the bound of T with which that call comes; nothing is done where no call of that size has been made.
+        backend: that runs it; nothing is done for one without workspaces that the group shares.
+        group: of the ranks.
+        sizes: of the call; nothing is done where none of these sizes has been made.
     """
-    for backend in BACKENDS.values():
-        if isinstance(backend, CuteBackend):
-            backend.groups.refuse(group, max_tokens)
+    if isinstance(backend, CuteBackend):
+        backend.groups.refuse(group, sizes)
 
 
 def release(group: dist.ProcessGroup) -> None:

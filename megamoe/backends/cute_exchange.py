@@ -19,7 +19,7 @@ from megamoe.comm.transport import GroupTransport, Transport, exchange_of
 from megamoe.overlap import OverlapConfig
 from megamoe.quantize import QuantizedRows, ceil_div
 from megamoe.recipe import BLOCK, Recipe
-from megamoe.routing_plan import RoutingPlan, check_id_values
+from megamoe.routing_plan import RoutingPlan
 from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, RowOrder, Saved
 
 
@@ -43,14 +43,14 @@ class ExchangeBackend(CuteBackend):
     ) -> tuple[list[torch.Tensor], Saved | None]:
         assert isinstance(transport, GroupTransport)
         num_experts = experts[0].w13.data.shape[0] * transport.num_ranks
-        if options.debug:
-            check_id_values(topk_ids[0], num_experts)
-        plan = transport.plan(list(topk_ids), num_experts, options.num_rows, max_tokens=options.max_tokens)
+        plan = transport.plan(
+            list(topk_ids), num_experts, options.num_rows, max_tokens=options.max_tokens, checked=options.debug
+        )
         arrived = transport.send_tokens(xs[0], plan)
         p = transport.send_slots(topk_weights[0], plan)
         here = Here(exchange_of(plan))
         saves = options.save in ("pool", "repull")
-        out, buffers = self._forward(here, arrived, p[:, None], experts[0], Choices(recipe, options.overlap), saves)
+        out, buffers = self.forward_here(here, arrived, p[:, None], experts[0], Choices(recipe, options.overlap), saves)
         outs = [transport.start_combine_arrivals(out, plan)()[: xs[0].shape[0]]]
         if options.save == "none":
             return outs, None
@@ -86,7 +86,7 @@ class ExchangeBackend(CuteBackend):
             if gate_up is None:
                 arrived = transport.send_tokens(saved.xs[0], plan)
                 unread = torch.zeros_like(here.ids, dtype=torch.float32)  # p of the row order are used
-                _, again = self._forward(here, arrived, unread, experts[0], choices, True, p)
+                _, again = self.forward_here(here, arrived, unread, experts[0], choices, True, p)
                 pool, gate_up = _pool_of(again, here.num_rows), again.gate_up
             else:
                 (pool,) = transport.dispatch_rows([self.steps.quantize_rows(saved.xs[0], recipe)], plan)
@@ -103,7 +103,7 @@ class ExchangeBackend(CuteBackend):
         dp = transport.combine_arrival_grads(result.dp.flatten()[:num_arrived], plan)[:tokens]
         return Grads([dx], [dp], needs.w13, needs.w2)
 
-    def _forward(
+    def forward_here(
         self,
         here: Here,
         arrived: torch.Tensor,

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megamoe.backends.cute_shared import Shared, check_tokens, watchdog
 from megamoe.comm.transport import GroupTransport
 from megamoe.comm.wires import GroupWire
-from megamoe.errors import CapacityError, expected
+from megamoe.errors import CapacityError, MegaMoEValueError, expected
 from megamoe.overlap import OverlapConfig
 from megamoe.recipe import BLOCK
+from megamoe.routing_plan import check_id_values, most_rows
 from megamoe.unfused import ForwardOptions, RowOrder
 
 KEPT_A_GROUP = 4
@@ -54,22 +55,22 @@ class GroupWorkspaces:
     def for_forward(
         self, transport: GroupTransport, x: torch.Tensor, ids: torch.Tensor, num_local: int, options: ForwardOptions
     ) -> Shared:
-        """The workspace of a forward. A collective, with one read-back where sizes are not fixed beforehand.
+        """The workspace of a forward. A collective, with two read-backs where sizes are not fixed beforehand.
 
         Args:
-            transport: over one group. x: [T, H]. ids: [T, K]. num_local: E_l. options: with the sizes that are fixed.
+            transport: over one group. x: [T, H]. ids: [T, K]. num_local: E_l. options: with the sizes that are fixed;
+                with `debug` ranks read back all the same, so that all of them raise what one has found.
 
         Raises:
             CapacityError: on all ranks, where a pool would need more rows than `options.num_rows`.
+            MegaMoEValueError: with `debug`, on the rank whose ids are out of range; MegaMoERuntimeError on the others.
         """
         num_experts, top_k = num_local * transport.num_ranks, ids.shape[1]
-        if options.max_tokens is not None:
-            assert options.num_rows is not None
-            max_tokens, rows = options.max_tokens, options.num_rows
-        else:
-            max_tokens, rows = needed(transport, ids, num_experts, options.num_rows)
-            max_tokens = round_up(max_tokens)
-            rows = round_up(rows) if options.num_rows is None else options.num_rows
+        max_tokens, rows = options.max_tokens, options.num_rows
+        if max_tokens is None or rows is None or options.debug:
+            tokens, enough = needed(transport, ids, num_experts, rows, is_checked=options.debug)
+            max_tokens = round_up(tokens) if max_tokens is None else max_tokens
+            rows = round_up(enough) if rows is None else rows
         check_tokens(max_tokens, top_k)
         kept = self._kept(transport)
         kept.tokens_of[rows] = max(max_tokens, kept.tokens_of.get(rows, 0))
@@ -82,19 +83,22 @@ class GroupWorkspaces:
         """The workspace of the backward of a call with that row order: that of a forward with as many rows."""
         rows, num_experts = order.codes.shape[0], order.counts.shape[0] * transport.num_ranks
         kept = self._kept(transport)
-        max_tokens = kept.tokens_of[rows]
+        max_tokens = kept.tokens_of[rows]  # also of a forward whose workspace has been released
         sizes = Sizes(dout.shape[1], num_experts, order.top_k, max_tokens, rows, overlap.reserve_sms)
         return kept.shared(sizes, dout.device)
 
-    def refuse(self, group: dist.ProcessGroup, max_tokens: int) -> None:
-        """Take this rank's part in the others' next call of that size without making it; they end with an error."""
+    def refuse(self, group: dist.ProcessGroup, sizes: Sizes) -> None:
+        """Take this rank's part in the others' next call of these sizes without making it; they end with an error.
+
+        Without such a call so far there is no workspace, and nothing is done.
+        """
         kept = self._of_group.get(group)
         if kept is not None:
-            kept.refuse(max_tokens)
+            kept.refuse(sizes)
 
     def release(self, group: dist.ProcessGroup) -> None:
         """Give back the memory kept for a group. A collective; calls that run are waited for."""
-        kept = self._of_group.pop(group, None)
+        kept = self._of_group.get(group)
         if kept is not None:
             kept.close()
 
@@ -129,15 +133,17 @@ class _Kept:
         self._shared[sizes] = GroupShared(group, sizes, device, forget=lambda: self._shared.pop(sizes, None))
         return self._shared[sizes]
 
-    def refuse(self, max_tokens: int) -> None:
+    def refuse(self, sizes: Sizes) -> None:
         from cute_kernels.launch import refuse
 
-        sized = [shared for sizes, shared in self._shared.items() if sizes.max_tokens == max_tokens]
-        if sized:
-            with sized[-1].call():  # the one used last
-                refuse(sized[-1].workspaces[0], **watchdog())
+        shared = self._shared.get(sizes)
+        if shared is not None:
+            self._shared.move_to_end(sizes)  # as on the ranks that make the call
+            with shared.call():
+                refuse(shared.workspaces[0], **watchdog())
 
     def close(self) -> None:
+        """Of all workspaces; what backwards to come must know of their forwards stays."""
         for shared in self._shared.values():
             shared.close()
         self._shared.clear()
@@ -172,20 +178,29 @@ class GroupShared(Shared):
         self._forget()
 
 
-def needed(transport: GroupTransport, ids: torch.Tensor, num_experts: int, capacity: int | None) -> tuple[int, int]:
+def needed(
+    transport: GroupTransport, ids: torch.Tensor, num_experts: int, capacity: int | None, is_checked: bool = False
+) -> tuple[int, int]:
     """(most tokens of a rank, most rows of a pool) of a call. A collective with two read-backs.
 
     Args:
         transport: between the ranks. ids: [T, K] of this one. num_experts: E. capacity: rows that there may be.
+        is_checked: refuse ids out of range here; otherwise the kernel does.
 
     Raises:
         CapacityError: on all ranks, where a pool needs more.
+        MegaMoEValueError: ids of this rank are refused. MegaMoERuntimeError: those of another one.
     """
-    tokens = transport.agree_on_tokens(ids, num_experts, capacity)
+    error = None
+    try:
+        if is_checked:
+            check_id_values(ids, num_experts)
+    except MegaMoEValueError as found:
+        error = found
+    tokens = transport.agree_on_tokens(ids, num_experts, capacity, error)
     valid = ids[(ids >= 0) & (ids < num_experts)].long()
     counts = transport.wire.gather(torch.bincount(valid, minlength=num_experts)).sum((0, 1))
-    aligned = (counts + BLOCK - 1) // BLOCK * BLOCK
-    rows = int(aligned.view(transport.num_ranks, -1).sum(1).max())
+    rows = most_rows(counts, transport.num_ranks)
     if capacity is not None and rows > capacity:
         contract = f"at least the {rows} rows that a rank of this call receives, padding included"
         raise CapacityError(expected("capacity", contract, capacity, "Raise it, or leave it out."))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megamoe.comm.exchange import Exchange, make_exchange
 from megamoe.comm.local_world import LocalWorld
 from megamoe.comm.wires import Finish, Hierarchy, TensorParallel, agree, check_equal, make_wire
-from megamoe.errors import MegaMoEError, MegaMoETypeError, MegaMoEValueError, expected
+from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.quantize import QuantizedRows
 from megamoe.recipe import BLOCK
 from megamoe.routing_plan import RoutingPlan, check_topk_ids, experts_per_rank
@@ -48,6 +48,7 @@ class Transport(Protocol):
         *,
         alignment: int = BLOCK,
         max_tokens: int | None = None,
+        checked: bool = False,
         agreed: Mapping[str, int] | None = None,
         error: Exception | None = None,
     ) -> RoutingPlan:
@@ -59,12 +60,14 @@ class Transport(Protocol):
             alignment: rows to which an expert's segment is rounded up.
             max_tokens: tokens of any rank, a bound; with it (and num_rows) shapes are static and nothing synchronises
                 with the device; ids outside [0, E) then count as -1. None: sizes are exchanged and read back.
+            checked: with max_tokens, exchange sizes and check ids all the same.
             agreed: argument -> value of what else must be equal on all ranks (checked where sizes are exchanged).
             error: what the caller found wrong with this rank's arguments: all ranks then raise.
 
         Raises:
             MegaMoETypeError, MegaMoEValueError, CapacityError: alike on all ranks, save that ranks whose own arguments
-            are right raise MegaMoERuntimeError, which quotes the error of the other.
+            are right raise MegaMoERuntimeError, which quotes the error of the other. With max_tokens, unchecked, a rank
+            raises its error alone: over a process group the others wait for it as long as the group's timeout says.
         """
 
     def plan_tokens(self, plan: RoutingPlan, num_rows: int | None = None) -> RoutingPlan:
@@ -129,6 +132,7 @@ class LocalTransport:
         *,
         alignment: int = BLOCK,
         max_tokens: int | None = None,
+        checked: bool = False,
         agreed: Mapping[str, int] | None = None,
         error: Exception | None = None,
     ) -> RoutingPlan:
@@ -138,7 +142,7 @@ class LocalTransport:
             raise MegaMoEValueError(
                 expected("topk_ids", f"one tensor for each of the {self.num_ranks} ranks", f"{len(topk_ids)}")
             )
-        unchecked = {} if max_tokens is None else {"checked": False}
+        unchecked = {} if max_tokens is None or checked else {"checked": False}
         return self.steps.make_plan(topk_ids, num_experts, alignment=alignment, num_rows=num_rows, **unchecked)
 
     def plan_tokens(self, plan: RoutingPlan, num_rows: int | None = None) -> RoutingPlan:
@@ -193,6 +197,7 @@ class GroupTransport:
         *,
         alignment: int = BLOCK,
         max_tokens: int | None = None,
+        checked: bool = False,
         agreed: Mapping[str, int] | None = None,
         error: Exception | None = None,
     ) -> GroupPlan:
@@ -202,17 +207,16 @@ class GroupTransport:
             experts_per_rank(num_experts, self.num_ranks)
         except MegaMoEError as found:
             error = error or found
-        if max_tokens is None:
-            lane_tokens = self._agree(ids, _facts(num_experts, num_rows, alignment, agreed), error)
-            unchecked = {}
+        lane_tokens, unchecked = [], {"checked": False}
+        if max_tokens is None or checked:
+            lane_tokens, unchecked = self._agree(ids, _facts(num_experts, num_rows, alignment, agreed), error), {}
         elif error is not None:
             raise error
-        else:
+        if max_tokens is not None:
             lane_tokens = [[max_tokens] * self.num_ranks] * self.wire.num_lanes
-            unchecked = {"checked": False}
         padded = ids.new_full((max(map(max, lane_tokens)), ids.shape[1]), -1, dtype=torch.int64)
         padded[: ids.shape[0]] = ids
-        everyone = self.wire.gather(padded)
+        everyone = self._gather_ids(padded, is_first=bool(unchecked))
         every_source = [
             torch.cat([everyone[lane, source, : tokens[source]] for lane, tokens in enumerate(lane_tokens)])
             for source in range(self.num_ranks)
@@ -220,9 +224,25 @@ class GroupTransport:
         plan = self.steps.make_plan(every_source, num_experts, alignment=alignment, num_rows=num_rows, **unchecked)
         return self.attach(plan, lane_tokens, max_tokens, ids.shape[1])
 
-    def agree_on_tokens(self, ids: torch.Tensor, num_experts: int, num_rows: int | None) -> list[list[int]]:
+    def agree_on_tokens(
+        self, ids: torch.Tensor, num_experts: int, num_rows: int | None, error: Exception | None = None
+    ) -> list[list[int]]:
         """Tokens of [lane][rank]: the first step of `plan`, for callers that plan by themselves; raises as it does."""
-        return self._agree(ids, _facts(num_experts, num_rows, BLOCK, None), None)
+        return self._agree(ids, _facts(num_experts, num_rows, BLOCK, None), error)
+
+    def _gather_ids(self, ids: torch.Tensor, is_first: bool) -> torch.Tensor:
+        """The ids of everyone, [lanes, R, T, K]. `is_first`: nobody has said yet that it comes."""
+        try:
+            return self.wire.gather(ids)
+        except RuntimeError as error:
+            if not is_first:
+                raise
+            text = (
+                f"group: expected every rank to join the call, got {str(error)[:200]}. Where sizes are fixed a rank "
+                "that finds a fault in its arguments raises alone: look for its error. With debug=True, or without "
+                "max_tokens_per_rank (num_worst_tokens), all ranks raise it."
+            )
+            raise MegaMoERuntimeError(text) from error
 
     def _agree(self, ids: torch.Tensor, facts: dict[str, int], error: Exception | None) -> list[list[int]]:
         """Exchange sizes; refuse together what must be equal and is not."""

@@ -1,5 +1,7 @@
-"""The fused backend over process groups, with emulated launches: the bits of one rank, over shared memory or
-all-to-alls, whatever a rank lacks; workspaces that all ranks make and drop alike."""
+"""The fused backend over process groups, with emulated launches, over shared memory or all-to-alls.
+
+The bits of one rank, whatever a rank lacks; workspaces that all ranks make and drop alike; faults that end all calls.
+"""
 
 from __future__ import annotations
 
@@ -304,6 +306,22 @@ def test_rebuilding_group_and_layer_leaves_nothing_behind():
     assert run_ranks(rebuilt, 2) == [[2] * 8] * 2
 
 
+def released_between(rank):
+    by_emulation()
+    context = MoEContext(world=dist.group.WORLD, backend="cute", transport="symmetric")
+    problem = make_problem(ProblemSpec((20, 13), **SPEC))
+    leaves = local(problem, rank)
+    out = mega_moe(leaves[0], problem.topk_ids[rank], *leaves[1:], context=context)
+    release(dist.group.WORLD)
+    assert fake_symmetric.num_mapped() == 0
+    out.backward(problem.douts[rank])
+    check(problem, rank, out, leaves)
+
+
+def test_a_backward_may_come_after_release():
+    run_ranks(released_between, 2)
+
+
 def sized(rank):
     backend = by_emulation()
     context = MoEContext(world=dist.group.WORLD, backend="cute")
@@ -347,25 +365,65 @@ def test_capacity_too_small_is_refused_on_all_ranks():
 
 def refusing(rank):
     """Sizes are fixed, so nobody asks: a rank that finds a fault on its host takes part in the others' call all the
-    same, once a call of that size has been made."""
-    by_emulation()
-    refused = []
-    pytest.MonkeyPatch().setattr("cute_kernels.launch.refuse", lambda workspace: refused.append(workspace.max_tokens))
-    fixed = dict(capacity=1024, max_tokens_per_rank=64)
-    context = MoEContext(world=dist.group.WORLD, backend="cute", **fixed)
-    problem = make_problem(ProblemSpec((20, 13), **SPEC))
-    x, p, w13, w2 = local(problem, rank)
-    with pytest.raises(MegaMoEError, match="topk_ids: expected int32 or int64"):
-        mega_moe(x, problem.topk_ids[rank].to(torch.int16), p, w13, w2, context=context)
+    same, once a call of these sizes has been made. The sizes of calls that come between are other ones."""
+    backend, refused = by_emulation(), []
+    pytest.MonkeyPatch().setattr("cute_kernels.launch.refuse", lambda workspace: refused.append(workspace.hidden))
+
+    def context(name="cute"):
+        return MoEContext(world=dist.group.WORLD, backend=name, capacity=1024, max_tokens_per_rank=64)
+
+    def faulty(context, hidden, w13=None):
+        problem = make_problem(ProblemSpec((20, 13), **SPEC | dict(hidden=hidden)))
+        x, p, own, w2 = local(problem, rank)
+        with pytest.raises(MegaMoEError, match="expected"):
+            ids = problem.topk_ids[rank].to(torch.int16)
+            mega_moe(x, ids, p, own if w13 is None else w13, w2, context=context)
+
+    wide, narrow, other = context(), context(), context("torch")
+    faulty(wide, 256)
     assert refused == [], "there is no such call yet"
-    call(context, rank, (20, 13))
-    with pytest.raises(MegaMoEError, match="topk_ids: expected int32 or int64"):
-        mega_moe(x, problem.topk_ids[rank].to(torch.int16), p, w13, w2, context=context)
+    call(wide, rank, (20, 13), hidden=256)
+    call(narrow, rank, (20, 13))
+    faulty(wide, 256)
+    assert refused == [256]
+    (*_, last) = backend.groups._of_group[dist.group.WORLD]._shared
+    assert last.hidden == 256, "used last, as on ranks that make the call"
+    faulty(wide, 256, w13="none")
+    assert refused == [256, 256], "what such a context has called is known"
+    call(wide, rank, (20, 13))
+    faulty(wide, 256, w13="none")
+    assert refused == [256, 256], "either could be meant"
+    faulty(wide, 128)
+    call(other, rank, (20, 13))
+    faulty(other, 128)
     return refused
 
 
 def test_a_fault_on_the_host_ends_the_call_of_all():
-    assert run_ranks(refusing, 2) == [[64], [64]]
+    assert run_ranks(refusing, 2) == [[256, 256, 128]] * 2
+
+
+def checked(rank, options):
+    """With debug all ranks raise what one finds, also where sizes are fixed."""
+    by_emulation()
+    context = MoEContext(world=dist.group.WORLD, debug=True, **options)
+    problem = make_problem(ProblemSpec((20, 13), **SPEC))
+    x, p, w13, w2 = local(problem, rank)
+    ids, found = problem.topk_ids[rank], []
+    for wrong in (ids.to(torch.int16), torch.where(ids == ids[0, 0], 99, ids)):
+        with pytest.raises(MegaMoEError) as caught:
+            mega_moe(x, wrong if rank == 1 else ids, p, w13, w2, context=context)
+        found.append(str(caught.value))
+    call(context, rank, (20, 13)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("fixed", [{}, dict(capacity=1024, max_tokens_per_rank=64)], ids=["exchanged", "fixed"])
+@pytest.mark.parametrize("transport", ["symmetric", "nccl"])
+def test_with_debug_all_ranks_raise_what_one_finds(transport, fixed):
+    for found in run_ranks(checked, 2, dict(backend="cute", transport=transport) | fixed):
+        assert "topk_ids: expected int32 or int64, got torch.int16" in found[0]
+        assert "expected -1 or an expert in [0, 8), got 99" in found[1]
 
 
 def test_release_of_what_is_not_kept_does_nothing():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,9 +90,12 @@ def test_ranks_may_need_different_gradients():
     run_ranks(unequal_needs, 2)
 
 
-def one_rank_is_wrong(rank, static):
-    options = dict(capacity=1024, max_tokens_per_rank=32) if static else {}
-    context = MoEContext(world=world(), **options)
+FIXED = dict(capacity=1024, max_tokens_per_rank=32)
+
+
+def one_rank_is_wrong(rank, options, timeout):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=timeout))
+    context = MoEContext(world=group, **options)
     problem = make_problem(ProblemSpec((20, 13), **SPEC))
     leaves = local(problem, rank)
     ids, x = problem.topk_ids[rank], leaves[0]
@@ -101,10 +106,48 @@ def one_rank_is_wrong(rank, static):
     return None
 
 
-def test_an_error_on_one_rank_is_raised_on_all():
-    (other, message), (own, own_message) = run_ranks(one_rank_is_wrong, 2, False)
+@pytest.mark.parametrize("options", [{}, dict(debug=True), FIXED | dict(debug=True)], ids=str)
+def test_an_error_on_one_rank_is_raised_on_all(options):
+    (other, message), (own, own_message) = run_ranks(one_rank_is_wrong, 2, options, 60)
     assert own is MegaMoETypeError and "topk_ids: expected int32 or int64, got torch.int16" in own_message
     assert other is MegaMoERuntimeError and "rank 1" in message and "torch.int16" in message
+
+
+def test_where_sizes_are_fixed_the_others_wait_and_are_told_why():
+    (other, message), (own, own_message) = run_ranks(one_rank_is_wrong, 2, FIXED, 3)
+    assert own is MegaMoETypeError and "topk_ids: expected int32 or int64, got torch.int16" in own_message
+    assert other is MegaMoERuntimeError and message.startswith("group: expected every rank to join the call, got ")
+    assert "raises alone: look for its error. With debug=True" in message
+
+
+def ids_out_of_range(rank, options):
+    context = MoEContext(world=world(), debug=True, **options)
+    problem = make_problem(ProblemSpec((20, 13), **SPEC))
+    leaves, ids = local(problem, rank), problem.topk_ids[rank]
+    with pytest.raises(MegaMoEValueError, match=r"topk_ids\[1\]\[.*: expected -1 or an expert in \[0, 8\), got 99"):
+        mega_moe(leaves[0], torch.where(ids == ids[0, 0], 99, ids) if rank else ids, *leaves[1:], context=context)
+    out = mega_moe(leaves[0], ids, *leaves[1:], context=context)
+    out.backward(problem.douts[rank])
+    check(problem, rank, out, leaves)
+
+
+@pytest.mark.parametrize("options", [{}, FIXED], ids=str)
+def test_with_debug_ids_are_checked_on_all_ranks(options):
+    run_ranks(ids_out_of_range, 2, options)
+
+
+def too_many_tokens(rank, options):
+    problem = make_problem(ProblemSpec((20, 40), **SPEC))
+    leaves = local(problem, rank)
+    with pytest.raises(MegaMoEError) as caught:
+        mega_moe(leaves[0], problem.topk_ids[rank], *leaves[1:], context=MoEContext(world=world(), **options))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("options", [dict(max_tokens_per_rank=32), FIXED | dict(debug=True)], ids=str)
+def test_more_tokens_than_their_bound_are_refused(options):
+    for message in run_ranks(too_many_tokens, 2, options):
+        assert "x: expected at most max_tokens_per_rank = 32 rows, got 40" in message
 
 
 def layer_over_a_group(rank, subgroup):
