@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from megamoe.comm.events import CommEvent
 from megamoe.comm.handle import DispatchOptions, Handle
 from megamoe.comm.transport import Transport, World
 from megamoe.errors import MegaMoEError, MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.quantize import FP8, ceil_div
 from megamoe.recipe import BLOCK
 from megamoe.routing_plan import check_topk_ids
+
+ROWS = "bf16 [T, H] or (e4m3 [T, H], fp32 [T, ceil(H / 128)])"
 
 
 class Problems:
@@ -45,33 +48,38 @@ class Problems:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The tensors of a dispatch, an entry for each local rank; no entry for None.
-
-    Raises:
-        MegaMoETypeError: an argument is neither a tensor, nor (x) a pair of tensors, nor a list of these.
-    """
+    """What a dispatch is given, an entry for each local rank; no entry for None. Nothing is checked yet."""
 
     x: list[Any]
-    topk_ids: list[torch.Tensor]
-    topk_weights: list[torch.Tensor]
+    topk_ids: list[Any]
+    topk_weights: list[Any]
+    previous_event: Any = None
 
-    def __post_init__(self) -> None:
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors among them, those of x first."""
+        given = [*flat(self.x), *self.topk_ids, *self.topk_weights]
+        return [part for part in given if isinstance(part, torch.Tensor)]
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first tensor; the CPU where there is none."""
+        return next((part.device for part in self.tensors), torch.device("cpu"))
+
+    def problems(self) -> Problems:
+        """Arguments that are neither a tensor, nor (x) a pair of tensors, nor a list of these; tensors far apart."""
         given = {"x": flat(self.x), "topk_ids": self.topk_ids, "topk_weights": self.topk_weights}
         problems = Problems()
         for name, parts in given.items():
             kinds = sorted({type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)})
             if kinds or (name == "x" and not parts):
                 problems.type(name, "a tensor, or a list of them", " and ".join(kinds) or None)
-        problems.raise_any()
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The parts of x."""
-        return flat(self.x)
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensors[0].device
+            _check_devices(problems, name, parts, self.device)
+        for i, rows in enumerate(self.x):
+            if isinstance(rows, tuple) and len(rows) != 2:
+                problems.type(_name("x", self.x, i), ROWS, f"a tuple of {len(rows)}")
+        _check_event(problems, self.previous_event)
+        return problems
 
 
 def flat(rows: Sequence[Any]) -> list[Any]:
@@ -81,7 +89,9 @@ def flat(rows: Sequence[Any]) -> list[Any]:
 
 def check_dispatch(call: Arguments, options: DispatchOptions | None, transport: Transport) -> Problems:
     """What is wrong with the arguments of a dispatch that makes a new layout."""
-    problems = Problems()
+    problems = call.problems()
+    if problems.error() is not None:
+        return problems
     _check_options(problems, options, transport)
     _check_lists(problems, transport, x=call.x, topk_ids=call.topk_ids, topk_weights=call.topk_weights or call.x)
     if problems.error() is not None:
@@ -102,14 +112,16 @@ def check_dispatch(call: Arguments, options: DispatchOptions | None, transport: 
             problems.value("num_worst_tokens", f"at least {sources} ranks times the {tokens} tokens of {name}", worst)
         if call.topk_weights:
             _check_numbers(problems, _name("topk_weights", call.x, i), call.topk_weights[i], tuple(ids.shape))
+    _check_alike(problems, "x", call.x)
     return problems
 
 
 def check_cached_dispatch(call: Arguments, world: World, options: DispatchOptions | None, handle: Handle) -> Problems:
     """What is wrong with the arguments of a dispatch along a cached handle."""
-    problems = Problems()
+    problems = call.problems()
     if not isinstance(handle, Handle):
         problems.type("handle", "the Handle of a dispatch, or None", type(handle).__name__)
+    if problems.error() is not None:
         return problems
     if call.topk_ids:
         problems.value("topk_ids", "None with a handle, whose ids they are", "a tensor")
@@ -126,14 +138,20 @@ def check_cached_dispatch(call: Arguments, world: World, options: DispatchOption
         if call.topk_weights:
             shape = (tokens, handle.num_slots)
             _check_numbers(problems, _name("topk_weights", call.x, i), call.topk_weights[i], shape)
+    _check_alike(problems, "x", call.x)
     return problems
 
 
 def check_combine(
-    y: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], handle: Handle
+    y: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    handle: Handle,
+    previous_event: CommEvent | None,
 ) -> Problems:
     """What is wrong with the arguments of a combine; lists as for dispatch."""
     problems = Problems()
+    _check_event(problems, previous_event)
     if not isinstance(handle, Handle):
         problems.type("handle", "the Handle of a dispatch", type(handle).__name__)
         return problems
@@ -141,6 +159,8 @@ def check_combine(
     _check_lists(problems, handle.transport, **{name: part for name, part in given.items() if part or name == "y"})
     if problems.error() is not None:
         return problems
+    for name, parts in given.items():
+        _check_devices(problems, name, parts, y[0].device)
     expand = handle.token_plan is None
     for i, rank in enumerate(handle.transport.local_ranks):
         rows, name = handle.row_plan.ranks[rank].num_rows, _name("y", y, i)
@@ -160,6 +180,7 @@ def check_combine(
                 problems.type(_name("bias", y, i), contract, bias[i].dtype)
             if tuple(bias[i].shape) != (handle.num_tokens[i], shape[-1]):
                 problems.value(_name("bias", y, i), contract, f"shape {tuple(bias[i].shape)}")
+    _check_alike(problems, "y", y)
     return problems
 
 
@@ -189,18 +210,36 @@ def _check_lists(problems: Problems, transport: Transport, **lists: Sequence[Any
             problems.type(name, "a tensor", " and ".join(sorted({type(part).__name__ for part in flat(values)})))
 
 
+def _check_event(problems: Problems, previous_event: Any) -> None:
+    if previous_event is not None and not isinstance(previous_event, CommEvent):
+        next_step = "Make one by CommEvent.record(device)."
+        problems.type("previous_event", "a CommEvent or None", type(previous_event).__name__, next_step)
+
+
+def _check_devices(problems: Problems, name: str, parts: Sequence[Any], device: torch.device) -> None:
+    for other in sorted({str(part.device) for part in parts if isinstance(part, torch.Tensor)} - {str(device)}):
+        problems.value(name, f"tensors on {device} like all others of the call", other)
+
+
+def _check_alike(problems: Problems, name: str, ranks: Sequence[Any]) -> None:
+    """Rows of all virtual ranks are of one dtype and width; ranks of a group compare theirs when they meet."""
+    if problems.error() is not None:
+        return
+    first, *others = [flat([rows])[0] for rows in ranks]
+    for i, data in enumerate(others, 1):
+        if (data.dtype, data.shape[-1]) != (first.dtype, first.shape[-1]):
+            contract = f"{first.dtype} and H = {first.shape[-1]} as on rank 0"
+            problems.value(f"{name}[{i}]", contract, f"{data.dtype} and H = {data.shape[-1]}")
+
+
 def _check_rows(problems: Problems, name: str, rows: Any) -> int:
     """Checks x; returns T (0 where it has none)."""
-    contract = "bf16 [T, H] or (e4m3 [T, H], fp32 [T, ceil(H / 128)])"
     data, *rest = rows if isinstance(rows, tuple) else (rows,)
-    if len(rest) > 1:
-        problems.type(name, contract, f"a tuple of {len(rows)}")
-        return data.shape[0] if data.dim() else 0
     if data.dim() != 2:
-        problems.value(name, contract, f"shape {tuple(data.shape)}")
+        problems.value(name, ROWS, f"shape {tuple(data.shape)}")
         return 0
     if [part.dtype for part in (data, *rest)] != ([FP8, torch.float32] if rest else [torch.bfloat16]):
-        problems.type(name, contract, tuple(part.dtype for part in (data, *rest)) if rest else data.dtype)
+        problems.type(name, ROWS, tuple(part.dtype for part in (data, *rest)) if rest else data.dtype)
     if rest and tuple(rest[0].shape) != (data.shape[0], ceil_div(data.shape[1], BLOCK)):
         problems.value(f"{name}'s scales", f"[{data.shape[0]}, {ceil_div(data.shape[1], BLOCK)}]", tuple(rest[0].shape))
     return data.shape[0]

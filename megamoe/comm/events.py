@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megamoe.errors import MegaMoETypeError, expected
-
 
 class CommEvent:
     """A point in the work of a CUDA stream; on the CPU, where calls end when they return, a point long past.
@@ -31,14 +29,13 @@ class CommEvent:
         event.record(torch.cuda.current_stream(device))
         return cls(event, tensors)
 
-    def current_stream_wait(self) -> None:
-        """Let the current stream wait for the event. No host synchronisation."""
+    def current_stream_wait(self, device: torch.device | None = None) -> None:
+        """Let the current stream of `device` (None: of the event's own) wait for it. No host synchronisation."""
         if self.event is None:
             return
         for tensor in self.tensors:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        device = self.tensors[0].device if self.tensors else None
-        torch.cuda.current_stream(device).wait_event(self.event)
+        torch.cuda.current_stream(self.event.device if device is None else device).wait_event(self.event)
 
 
 @functools.cache
@@ -48,24 +45,24 @@ def _comm_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def comm_stream(inputs: Sequence[torch.Tensor], is_async: bool, previous_event: CommEvent | None) -> Iterator[None]:
-    """Where a call runs: the current stream, or a stream of its own behind `previous_event` (None: all work so far)."""
-    if previous_event is not None and not isinstance(previous_event, CommEvent):
-        next_step = "Make one by CommEvent.record(device)."
-        raise MegaMoETypeError(
-            expected("previous_event", "a CommEvent or None", type(previous_event).__name__, next_step)
-        )
+    """Where a call runs: the current stream, or a stream of its own behind `previous_event` (None: all work so far).
+
+    Args:
+        inputs: all tensors that the call reads, the first one on its device: the allocator must learn who uses them.
+        is_async, previous_event: as for dispatch and combine.
+    """
     device = inputs[0].device
     if device.type != "cuda":
         yield
         return
     if not is_async:
         if previous_event is not None:
-            previous_event.current_stream_wait()
+            previous_event.current_stream_wait(device)
         yield
         return
     start = previous_event or CommEvent.record(device)
     with torch.cuda.stream(_comm_stream(device)):
-        start.current_stream_wait()
+        start.current_stream_wait(device)
         for tensor in inputs:
             tensor.record_stream(_comm_stream(device))
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -82,23 +82,28 @@ def dispatch(
     grad mode results are attached to autograd whatever x requires, since other ranks wait for the backward; x and
     weights get their gradients by the way of `combine`.
     """
-    call = Arguments(_as_list(x), _as_list(topk_ids), _as_list(topk_weights))
+    call = Arguments(_as_list(x), _as_list(topk_ids), _as_list(topk_weights), previous_event)
     if handle is None:
         transport = as_transport(world, steps_for(call.device))
         error = check_dispatch(call, options, transport).error()
+        if error is not None:
+            _meet_with(error, transport, call, options)
     else:
         check_cached_dispatch(call, world, options, handle).raise_any()
-    with comm_stream(call.tensors, async_op, previous_event):
+    inputs = call.tensors if handle is None else call.tensors + handle.tensors()
+    with comm_stream(inputs, async_op, previous_event):
         if handle is None:
-            plans = _plan(transport, call, options, error)
             assert options is not None
+            plans = _plan(transport, call, options)
             tokens = tuple(ids.shape[0] for ids in call.topk_ids)
             handle = Handle(world, options, transport, *plans, tokens, call.topk_ids[0].shape[1])
         recv_x, recv_weights, anchor = _send(handle, call.x, call.topk_weights)
-        event = CommEvent.record(call.device, [*flat(recv_x), *recv_weights])
+        counts = handle.tokens_per_expert()
+        made = [*flat(recv_x), *recv_weights, *(part for pair in counts for part in pair), *handle.tensors()]
+        event = CommEvent.record(call.device, made)
     handle = dataclasses.replace(handle, anchor=anchor)
     arrived = _like(recv_weights, x) if recv_weights else None
-    return Dispatched(_like(recv_x, x), arrived, _like(handle.tokens_per_expert(), x), handle, event)
+    return Dispatched(_like(recv_x, x), arrived, _like(counts, x), handle, event)
 
 
 def combine(
@@ -131,7 +136,7 @@ def combine(
     Effects: no host synchronisation; repeatable bit for bit.
     """
     ys, values, biases = _as_list(y), _as_list(topk_weights), _as_list(bias)
-    check_combine(ys, values, biases, handle).raise_any()
+    check_combine(ys, values, biases, handle, previous_event).raise_any()
     n = len(ys)
 
     def home(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -140,7 +145,7 @@ def combine(
     def out(grads: list[torch.Tensor]) -> list[torch.Tensor]:
         return _data(handle.rows_out(_unscaled(grads[:n]))) + (handle.weights_out(grads[n:]) if values else [])
 
-    with comm_stream(ys + values + biases, async_op, previous_event):
+    with comm_stream(ys + values + biases + handle.tensors(), async_op, previous_event):
         if any(rows.dim() == 3 for rows in ys):
             ys = [_add_slots(rows, own) for rows, own in zip(ys, handle.recv_topk_ids(), strict=True)]
         # Experts without rows easily lose the thread of autograd; the dispatch must run backward all the same.
@@ -153,33 +158,32 @@ def combine(
     return Combined(_like(sums, y), _like(weights, y) if values else None, event)
 
 
-def _plan(
-    transport: Transport, call: Arguments, options: DispatchOptions | None, error: Exception | None
-) -> tuple[RoutingPlan, RoutingPlan | None]:
-    """The layout of a new call. With an error of this rank's arguments it still meets the others, to end the call."""
-    ids, num_experts, width, item = call.topk_ids, 0, 0, 0
-    max_tokens = num_rows = None
-    if error is None:
-        assert options is not None
-        max_tokens, num_rows = static_sizes(options, transport, ids[0].shape[1])
-        num_experts, width, item = options.num_experts, call.tensors[0].shape[1], call.tensors[0].element_size()
-    else:
-        ids = [torch.empty(0, 0, dtype=torch.int64, device=call.tensors[0].device)] * len(transport.local_ranks)
-        options = options if isinstance(options, DispatchOptions) else DispatchOptions(1)
-        if options.num_worst_tokens is not None:
-            max_tokens = 0
-    assert options is not None
-    agreed = {
-        "x.shape[1]": width,
-        "x.element_size()": item,
-        "expand": options.expand,
-        "topk_weights is not None": bool(call.topk_weights),
-    }
-    alignment = options.expert_alignment
+_AGREED = ("x.shape[1]", "x.element_size()", "expand", "topk_weights is not None")
+"""What is equal on all ranks that make a layout together, besides what every plan compares."""
+
+
+def _plan(transport: Transport, call: Arguments, options: DispatchOptions) -> tuple[RoutingPlan, RoutingPlan | None]:
+    """The layout of a new call."""
+    max_tokens, num_rows = static_sizes(options, transport, call.topk_ids[0].shape[1])
+    rows = flat(call.x)[0]
+    agreed = (rows.shape[1], rows.element_size(), options.expand, bool(call.topk_weights))
     plan = transport.plan(
-        ids, num_experts, num_rows, alignment=alignment, max_tokens=max_tokens, agreed=agreed, error=error
+        call.topk_ids,
+        options.num_experts,
+        num_rows,
+        alignment=options.expert_alignment,
+        max_tokens=max_tokens,
+        agreed=dict(zip(_AGREED, agreed, strict=True)),
     )
     return plan, None if options.expand else transport.plan_tokens(plan, options.num_worst_tokens)
+
+
+def _meet_with(error: Exception, transport: Transport, call: Arguments, options: Any) -> NoReturn:
+    """Raise what is wrong with this rank's arguments; where ranks meet before a call, on all of them."""
+    if not isinstance(options, DispatchOptions) or options.num_worst_tokens is None:
+        nothing = [torch.empty(0, 0, dtype=torch.int64, device=call.device)] * len(transport.local_ranks)
+        transport.plan(nothing, transport.num_ranks, agreed=dict.fromkeys(_AGREED, 0), error=error)
+    raise error
 
 
 class _Linear(torch.autograd.Function):

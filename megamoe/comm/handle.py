@@ -124,6 +124,10 @@ class Handle:
         """The plan of the rows that travel."""
         return self.plan if self.token_plan is None else self.token_plan
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that its plans hold."""
+        return _tensors_in((self.plan, self.token_plan))
+
     def received(self) -> list[RankPlan]:
         """Of each local rank its rows: counts, offsets, and every row's source rank, token and slot.
 
@@ -198,6 +202,15 @@ class Handle:
         rows = self.token_plan.ranks[rank].num_rows
         flat = values.new_full((rows * self.num_slots + 1,), fill)
         return flat.scatter_(0, self._token_slot(rank), values)[:-1].view(rows, self.num_slots)
+
+
+def _tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors of a plan: of dataclasses in tuples in dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        return _tensors_in(tuple(vars(value).values()))
+    return [tensor for part in value for tensor in _tensors_in(part)] if isinstance(value, tuple) else []
 
 
 def static_sizes(options: DispatchOptions, transport: Transport, num_slots: int) -> tuple[int, int] | tuple[None, None]:

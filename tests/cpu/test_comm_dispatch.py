@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from megamoe.comm import CommEvent, DispatchOptions, LocalWorld, combine, dispatch, get_dispatch_layout
+from megamoe.comm import (
+    CommEvent,
+    DispatchOptions,
+    Handle,
+    LocalWorld,
+    combine,
+    dispatch,
+    explicit,
+    get_dispatch_layout,
+)
+from megamoe.comm.events import comm_stream
 from megamoe.errors import MegaMoETypeError, MegaMoEValueError
 from megamoe.quantize import QuantizedRows
 from tests.support.comm_cases import CASES, HIDDEN, Case, check_outcome, make_batch, quantized, train, train_alone
@@ -204,6 +217,66 @@ def test_one_tensor_for_one_rank_and_events_on_the_cpu() -> None:
         torch.testing.assert_close(home.x.float(), x.float() * many, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("expand", [True, False])
+def test_the_allocator_learns_of_all_that_a_call_reads_and_makes(expand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of its own: inputs when it begins, results with its event, plans both ways."""
+    given, recorded, running = [], [], []
+
+    @contextlib.contextmanager
+    def comm_stream(inputs, is_async, previous_event):
+        given[:] = inputs
+        running.append(True)
+        yield
+        running.clear()
+
+    def record(device, tensors=()):
+        assert running
+        recorded[:] = tensors
+        return CommEvent()
+
+    def counted(handle):
+        assert running, "on the stream that made the plan"
+        return counts(handle)
+
+    def among(tensors, wanted):
+        return {id(tensor) for tensor in wanted} <= {id(tensor) for tensor in tensors}
+
+    counts = Handle.tokens_per_expert
+    monkeypatch.setattr(Handle, "tokens_per_expert", counted)
+    monkeypatch.setattr(explicit, "comm_stream", comm_stream)
+    monkeypatch.setattr(CommEvent, "record", record)
+    batch = make_batch(CASES[2][0])
+    with torch.no_grad():
+        sent = dispatch(batch.x, batch.ids, batch.weights, LocalWorld(2), options=DispatchOptions(8, expand=expand))
+    assert among(given, [*batch.x, *batch.ids, *batch.weights])
+    plans = [plan for plan in (sent.handle.plan, sent.handle.token_plan) if plan is not None]
+    held = [t for plan in plans for rank in plan.ranks for t in vars(rank).values()]
+    held += [t for plan in plans for t in (*plan.owner, *plan.row)]
+    assert among(recorded, [*sent.recv_x, *sent.recv_weights, *held])
+    assert among(recorded, [t for pair in sent.tokens_per_expert for t in pair])
+    with torch.no_grad():
+        combine(sent.recv_x, sent.handle, topk_weights=sent.recv_weights, bias=batch.x)
+        assert among(given, [*sent.recv_x, *sent.recv_weights, *batch.x, *held])
+        dispatch(batch.x, handle=sent.handle)
+        assert among(given, [*batch.x, *held])
+
+
+def test_an_event_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device 0 is the current one, the event is of device 1."""
+    waits = []
+
+    def current_stream(device=None):
+        return SimpleNamespace(wait_event=lambda event: waits.append((device or torch.device("cuda:0")).index))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    event = CommEvent(SimpleNamespace(device=torch.device("cuda:1")))
+    event.current_stream_wait()
+    rows = SimpleNamespace(device=torch.device("cuda:2"))
+    with comm_stream([rows], is_async=False, previous_event=event):
+        pass
+    assert waits == [1, 2], "alone on its own device; before a call on the device of that"
+
+
 def test_results_are_attached_whatever_requires_a_gradient() -> None:
     batch = make_batch(Case((5, 0), 4, 2))
     sent = dispatch(batch.x, batch.ids, batch.weights, LocalWorld(2), options=DispatchOptions(4))
@@ -276,9 +349,19 @@ def test_bad_arguments_of_dispatch_are_refused() -> None:
     refused(MegaMoETypeError, r"x: expected bf16 \[T, H\] or .*, got torch.float32", x.float(), ids)
     refused(MegaMoEValueError, r"x: expected bf16 \[T, H\] or .*, got shape \(24,\)", x.flatten(), ids)
     refused(MegaMoETypeError, r"x: expected .*, got a tuple of 3", (x, x, x), ids)
+    refused(MegaMoETypeError, r"x: expected .*, got a tuple of 1", (x,), ids)
+    refused(MegaMoETypeError, r"x: expected .*, got a tuple of 0", (), ids)
     refused(MegaMoETypeError, r"x: expected .*, got \(torch.bfloat16, torch.float32\)", (x, weights[:, :1]), ids)
     q = x.to(torch.float8_e4m3fn)
     refused(MegaMoEValueError, r"x's scales: expected \[3, 1\], got \(3, 2\)", (q, weights), ids)
+    two, unlike = (
+        ([ids] * 2, None, LocalWorld(2)),
+        r"x\[1\]: expected torch.bfloat16 and H = 8 as on rank 0, got torch.",
+    )
+    refused(MegaMoEValueError, unlike + "float8_e4m3fn and H = 8", [x, (q, weights[:, :1].contiguous())], *two)
+    refused(MegaMoEValueError, unlike + "bfloat16 and H = 4", [x, x[:, :4]], *two)
+    apart = "topk_ids: expected tensors on cpu like all others of the call, got meta"
+    refused(MegaMoEValueError, apart, x, ids.to("meta"))
     refused(MegaMoETypeError, "topk_ids: expected int32 or int64, got torch.float32", x, ids.float())
     refused(MegaMoEValueError, r"topk_ids: expected \[T, K\]", x, ids[0])
     refused(MegaMoEValueError, "topk_ids: expected the 3 tokens of x, got 2", x, ids[:2])
@@ -323,9 +406,20 @@ def test_bad_arguments_with_a_handle_are_refused() -> None:
     refused(MegaMoEValueError, "x: expected the 3 tokens of the handle, got 2", x[:2], handle=handle)
     refused(MegaMoEValueError, r"topk_weights: expected fp32 \[3, 2\]", x, topk_weights=weights[:2], handle=handle)
     refused(MegaMoETypeError, "handle: expected the Handle of a dispatch, or None, got str", x, handle="h")
+    refused(MegaMoETypeError, r"x: expected .*, got a tuple of 1", (x,), handle=handle)
+    refused(MegaMoETypeError, "^x: expected a tensor, or a list of them, got str.$", "x", handle=handle)
+    pair = dispatch([x] * 2, [ids] * 2, None, LocalWorld(2), options=DispatchOptions(4, expert_alignment=8)).handle
+    refused(MegaMoEValueError, r"x\[1\]: expected torch.bfloat16 and H = 8 as", [x, x[:, :4]], handle=pair)
 
     y = torch.zeros(8, 8).bfloat16()
     combine(y, handle)
+    ys = [torch.zeros(mine.num_rows, 8).bfloat16() for mine in pair.received()]
+    combine(ys, pair)
+    unlike = r"y\[1\]: expected torch.bfloat16 and H = 8 as on rank 0, got torch.bfloat16 and H = 4"
+    refused(MegaMoEValueError, unlike, [ys[0], ys[1][:, :4]], pair, call=combine)
+    apart = "bias: expected tensors on cpu like all others of the call, got meta"
+    refused(MegaMoEValueError, apart, y, handle, None, x.to("meta"), call=combine)
+    refused(MegaMoETypeError, "previous_event: expected a CommEvent", y, handle, previous_event="e", call=combine)
     refused(MegaMoETypeError, "handle: expected the Handle of a dispatch, got NoneType", y, None, call=combine)
     refused(MegaMoEValueError, "y: expected a tensor, got 2 tensors", [y, y], handle, call=combine)
     refused(MegaMoEValueError, "^y: expected a tensor, got None.$", None, handle, call=combine)

@@ -151,13 +151,18 @@ def _errors(rank: int) -> None:
     x, ids, weights = torch.zeros(3, 8).bfloat16(), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
     four = DispatchOptions(4)
 
-    def refused(kinds: tuple[type[Exception], type[Exception]], match: str, *args, options=four) -> None:
+    def refused(kinds: tuple[type[Exception], type[Exception]], match: str, *args, options=four, **more) -> None:
         with pytest.raises(kinds[rank], match=match):
-            dispatch(*args, dist.group.WORLD, options=options)
+            dispatch(*args, dist.group.WORLD, options=options, **more)
 
     wrong = lambda good, bad: (good, bad)[rank]  # noqa: E731
     alike = (MegaMoEValueError, MegaMoEValueError)
-    refused((MegaMoERuntimeError, MegaMoETypeError), r"x: expected bf16", wrong(x, x.float()), ids, weights)
+    types = (MegaMoERuntimeError, MegaMoETypeError)
+    refused(types, r"x: expected bf16", wrong(x, x.float()), ids, weights)
+    refused(types, r"x: expected bf16.*got a tuple of 1", wrong(x, (x,)), ids, weights)
+    refused(types, r"x: expected a tensor, or a list of them, got None", wrong(x, None), ids, weights)
+    refused(types, r"topk_weights: expected a tensor, .* got str", x, ids, wrong(weights, "ones"))
+    refused(types, r"previous_event: expected a CommEvent", x, ids, weights, previous_event=wrong(None, "e"))
     refused(
         (MegaMoERuntimeError, MegaMoETypeError),
         r"options: expected DispatchOp",
