@@ -1,5 +1,7 @@
-"""The fused kernels' PTX: flags between ranks have sys scope, non-coherent loads read only what the launch does not
-write. Ranks on one GPU cannot show either."""
+"""The fused kernels' PTX: scopes of flags between ranks, and non-coherent loads, which ranks on one GPU cannot show.
+
+Flags between ranks have sys scope; non-coherent loads read only what the launch does not write.
+"""
 
 from __future__ import annotations
 

@@ -321,9 +321,16 @@ def test_fp8_weights_are_frozen():
 
 def test_optimizers_skip_frozen_fp8_weights():
     layer = MegaMoE(CONFIG, weights="fp8")
-    optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad], lr=0.1)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1)
     train(layer)
     optimizer.step()
+    after = layer.state_dict()
+    assert not torch.equal(after["router.weight"], before["router.weight"]), "the step was one"
+    frozen = [name for name in before if name.startswith(("experts.", "shared."))]
+    assert len(frozen) == 8
+    for name in frozen:
+        assert_bitwise(after[name], before[name], name)
 
 
 def test_the_layer_trains():

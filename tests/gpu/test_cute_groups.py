@@ -1,5 +1,7 @@
-"""The fused kernels over a process group of this process alone: rendezvous, table of addresses, collective close, and
-all-to-alls around the kernel; every bit that of one rank without a group."""
+"""The fused kernels over a process group of this process alone: every bit that of one rank without a group.
+
+Rendezvous, table of addresses, collective close, and all-to-alls around the kernel.
+"""
 
 from __future__ import annotations
 

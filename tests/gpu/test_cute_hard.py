@@ -1,5 +1,7 @@
-"""The fused kernels under load: many calls in a row, two streams, two workspaces, two host threads, late and missing
-ranks. Every wait on the device is bounded by the kernel's watchdog, so that nothing here can hang."""
+"""The fused kernels under load: many calls, two streams, workspaces and host threads, late and missing ranks.
+
+Every wait on the device is bounded by the kernel's watchdog, so that nothing here can hang.
+"""
 
 from __future__ import annotations
 

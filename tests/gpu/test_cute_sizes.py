@@ -1,5 +1,7 @@
-"""Sizes that trip launchers and 32-bit arithmetic: every T from one compilation, odd strides, beyond 2^31 elements, all
-rows of all ranks on one, memory that the allocator hands out again at once."""
+"""Sizes that trip launchers and 32-bit arithmetic: every T from one compilation, more than 2^31 elements, and the like.
+
+Odd strides, all rows of all ranks on one, memory that the allocator hands out again at once.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Several GPUs, one process each: `tests.gpu.group_cases` under torchrun. Skipped where there are fewer than two."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -30,6 +31,12 @@ def test_one_process_a_gpu(num_ranks):
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
 
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_when_a_process_is_gone_the_others_leave():
     base = {
@@ -37,13 +44,13 @@ def test_when_a_process_is_gone_the_others_leave():
         "MEGAMOE_TIMEOUT_S": "5",
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29611",
+        "MASTER_PORT": str(free_port()),
     }
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.group_cases", "vanish"],
             env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if rank else subprocess.PIPE,
             text=True,
             cwd=ROOT,
         )
@@ -54,4 +61,5 @@ def test_when_a_process_is_gone_the_others_leave():
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     assert processes[0].returncode not in (0, None) and "MegaMoETimeout" in said, said[-3000:]

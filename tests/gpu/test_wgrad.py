@@ -8,7 +8,6 @@ pytest.importorskip("cutlass")
 from cute_kernels.wgrad_launch import plan_wgrad, row_factors, transpose_quantized, wgrad_gemm
 
 FP8 = torch.float8_e4m3fn
-NAN_BYTE = 0x7F
 UNEVEN = [300, 0, 1, 127, 128, 129, 0, 64, 1000, 63, 65]
 
 
