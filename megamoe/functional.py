@@ -53,7 +53,8 @@ def mega_moe(
         have their tensor's dtype; those of weights are summed in fp32 and rounded once.
 
     Raises:
-        MegaMoETypeError, MegaMoEValueError: arguments outside the contract; over a group on every rank, unless sizes are fixed.
+        MegaMoETypeError, MegaMoEValueError: arguments outside the contract; over a group on every rank, unless sizes
+            are fixed (docs/failed_calls.md).
         CapacityError: more rows than the context's capacity. BackendUnavailable: the backend cannot run this.
 
     Effects: runs on the current stream; repeatable bit for bit. R = 1 and contexts with a capacity don't synchronise
