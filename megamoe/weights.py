@@ -195,16 +195,8 @@ class WeightCopies:
                 "backward: expected the weights of its forward, got weights changed since by an optimizer step, "
                 "load_state_dict or refresh_weights. Run the backward before they change."
             )
-        if backend.is_fused:
-            assert self._fused is not None
-            if self._fused.experts.fused_t is None:  # released by eval()
-                self._fused.experts = self._make_fused(backend, masters, recipe, transposed=True)
-            return self._fused.experts
-        for copy in self._copies.values():
-            if copy.transposed is None:
-                copy.transposed = copy.forward.transposed()
-        w13, w2 = self._copies["w13"], self._copies["w2"]
-        return ExpertWeights(w13.forward, w2.forward, w13.transposed, w2.transposed)
+        # other weights may have passed through in between (a teacher's, an average's): their copies are not taken
+        return self.for_forward(backend, masters, recipe, requantize=False, transposed=True)
 
     def _get_fused(
         self, backend: Quantizer, masters: Masters, recipe: Recipe, requantize: bool, transposed: bool
