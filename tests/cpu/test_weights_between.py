@@ -1,4 +1,4 @@
-"""Other weights pass through a layer between a forward and its backward: gradients are those of the forward's weights."""
+"""Other weights pass through a layer between forward and backward: gradients are those of the forward's weights."""
 
 import pytest
 import torch
