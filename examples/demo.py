@@ -29,7 +29,7 @@ from megamoe.cli.verify import Progress, cells, decibels, device_of
 from megamoe.errors import MegaMoEError, MegaMoEValueError, expected
 from megamoe.gates import GATES, sqnr_db, worst_row
 from megamoe.layer import WeightFormat
-from megamoe.quantize import QuantizedWeight, quantize_weight
+from megamoe.quantize import QuantizedWeight, quantize_matrix
 
 LAYER = 1
 NUM_GROUPS = 4
@@ -167,13 +167,6 @@ def write_checkpoint(args: argparse.Namespace, folder: Path) -> None:
     model.model.layers[LAYER].mlp.gate.e_score_correction_bias.normal_(std=0.1)
     with contextlib.redirect_stderr(io.StringIO()):
         model.bfloat16().save_pretrained(folder, max_shard_size="2MB")
-
-
-def quantize_matrix(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One matrix in 128 x 128 blocks, as the converter asks for it."""
-    quantized = quantize_weight(weight[None], Recipe())
-    assert quantized.scale is not None
-    return quantized.data[0], quantized.scale[0]
 
 
 def transformers_block(folder: Path, layer: int) -> Any:

@@ -185,3 +185,10 @@ def quantize_weight(w: torch.Tensor, recipe: Recipe, row_groups: int = 1) -> Qua
     scale = scale_of(abs_max(v, (3, 5)), recipe.scale_format)
     data = to_e4m3(v, scale).view(e, row_groups, nb * BLOCK, kb * BLOCK)[:, :, :each, :k].reshape(e, n, k).contiguous()
     return QuantizedWeight(data, scale.view(e, row_groups * nb, kb), row_groups)
+
+
+def quantize_matrix(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One matrix as `checkpoints.convert_to_fp8` asks for it: [N, K] -> (e4m3 [N, K], fp32 a 128 x 128 block)."""
+    quantized = quantize_weight(weight[None], Recipe())
+    assert quantized.scale is not None
+    return quantized.data[0], quantized.scale[0]

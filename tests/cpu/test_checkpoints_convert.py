@@ -11,14 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import CheckpointError, convert_to_fp8, load_moe_layer
 from checkpoints.save import INDEX_NAME
-from megamoe.quantize import quantize_weight
+from megamoe.quantize import quantize_matrix, quantize_weight
 from megamoe.recipe import Recipe
 from tests.support.toy_checkpoint import Toy, per_expert, same_bytes, write_shards
-
-
-def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q = quantize_weight(w[None], Recipe())
-    return q.data[0], q.scale[0]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +45,7 @@ def hf_model():
 
 def test_model_saved_by_transformers_converted_and_loaded(tmp_path: Path, hf_model) -> None:
     hf_model.save_pretrained(tmp_path / "bf16", max_shard_size="500KB")
-    keys = convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize)
+    keys = convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize_matrix)
     assert len(keys) == 3 * (4 + 1)
     moe = hf_model.model.layers[1].mlp
     plain = load_moe_layer(tmp_path / "bf16", 1)
@@ -66,7 +61,7 @@ def test_model_saved_by_transformers_converted_and_loaded(tmp_path: Path, hf_mod
 
 def test_everything_else_is_copied(tmp_path: Path, hf_model) -> None:
     hf_model.save_pretrained(tmp_path / "bf16", max_shard_size="500KB")
-    keys = set(convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize))
+    keys = set(convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize_matrix))
 
     def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
         return {key: t for path in folder.glob("*.safetensors") for key, t in load_file(path).items()}
@@ -101,7 +96,7 @@ def test_every_small_file_is_copied_and_no_weights(tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "consolidated.00.pth", "pytorch_model.bin.index.json"):
         (source / name).write_bytes(b"weights")
     (source / "original").mkdir()
-    convert_to_fp8(source, target, quantize)
+    convert_to_fp8(source, target, quantize_matrix)
     shards = {path.name for path in source.glob("*.safetensors")}
     assert {path.name for path in target.iterdir()} == set(SMALL) | shards | {INDEX_NAME}
     assert {name: (target / name).read_bytes() for name in SMALL} == SMALL
@@ -116,7 +111,7 @@ def test_links_are_followed_where_that_is_allowed(tmp_path: Path) -> None:
     for path in sorted(source.iterdir()):  # as the Hugging Face cache does
         path.rename(blobs / path.name)
         path.symlink_to(blobs / path.name)
-    convert_to_fp8(source, tmp_path / "all", quantize, allow_links=True)
+    convert_to_fp8(source, tmp_path / "all", quantize_matrix, allow_links=True)
     assert (tmp_path / "all" / "tokenizer.model").read_bytes() == b"tokens"
     config = json.loads((tmp_path / "all" / "config.json").read_text())
     assert config["model_type"] == "deepseek_v3" and config["quantization_config"]["quant_method"] == "fp8"
@@ -125,7 +120,7 @@ def test_links_are_followed_where_that_is_allowed(tmp_path: Path) -> None:
             (source / path.name).unlink()
             path.rename(source / path.name)
     with pytest.raises(CheckpointError, match=r"tokenizer.model: expected a file inside .*, got a link to .*allow_li"):
-        convert_to_fp8(source, tmp_path / "one", quantize)
+        convert_to_fp8(source, tmp_path / "one", quantize_matrix)
     assert not (tmp_path / "one").exists()
 
 
@@ -134,7 +129,7 @@ def test_a_lone_file_brings_its_configuration_and_nothing_else(tmp_path: Path) -
     (file,) = (tmp_path / "bf16").glob("*.safetensors")
     for name in ("config.json", "diary.json"):
         (tmp_path / "bf16" / name).write_text("{}")
-    convert_to_fp8(file, tmp_path / "fp8", quantize)
+    convert_to_fp8(file, tmp_path / "fp8", quantize_matrix)
     assert {path.name for path in (tmp_path / "fp8").iterdir()} == {file.name, "config.json", INDEX_NAME}
 
 
@@ -147,7 +142,7 @@ def test_a_shard_that_is_not_finished_is_not_there(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("checkpoints.save.save_file", full)
     with pytest.raises(OSError, match="no space left"):
-        convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize)
+        convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize_matrix)
     assert not list((tmp_path / "fp8").iterdir())
 
 
@@ -157,16 +152,18 @@ def test_refusals(tmp_path: Path) -> None:
     save_file({"model.embed.weight": torch.zeros(2, 2)}, tmp_path / "one.safetensors")
     out = tmp_path / "out"
     with pytest.raises(CheckpointError, match=r"target_folder: expected a new or empty folder"):
-        convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize)
+        convert_to_fp8(tmp_path / "bf16", tmp_path / "fp8", quantize_matrix)
     with pytest.raises(CheckpointError, match=r"select: .* got 'model.layers.3.mlp.experts.0.down_proj.weight'"):
-        convert_to_fp8(tmp_path / "fp8", out, quantize)
+        convert_to_fp8(tmp_path / "fp8", out, quantize_matrix)
     with pytest.raises(CheckpointError, match=r"select: .* got nothing selected"):
-        convert_to_fp8(tmp_path / "one.safetensors", out, quantize)
+        convert_to_fp8(tmp_path / "one.safetensors", out, quantize_matrix)
     with pytest.raises(CheckpointError, match=r"select: .* got '.*e_score_correction_bias'"):
-        convert_to_fp8(tmp_path / "bf16", out, quantize, select=lambda key: key.endswith("bias"))
+        convert_to_fp8(tmp_path / "bf16", out, quantize_matrix, select=lambda key: key.endswith("bias"))
     assert not out.exists()
     with pytest.raises(CheckpointError, match=r"quantize: expected float8_e4m3fn and fp32 scales, got torch.bfloat16"):
-        convert_to_fp8(tmp_path / "bf16", out, lambda w: (w, quantize(w)[1]))
+        convert_to_fp8(tmp_path / "bf16", out, lambda w: (w, quantize_matrix(w)[1]))
     with pytest.raises(CheckpointError, match=r"quantize: expected scales of shape \(2, 2\) for .*down_proj"):
-        convert_to_fp8(tmp_path / "bf16", tmp_path / "out2", lambda w: (quantize(w)[0], quantize(w)[1][:1]))
+        convert_to_fp8(
+            tmp_path / "bf16", tmp_path / "out2", lambda w: (quantize_matrix(w)[0], quantize_matrix(w)[1][:1])
+        )
     assert not list(out.glob("*.index.json"))

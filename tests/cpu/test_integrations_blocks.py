@@ -20,7 +20,7 @@ from checkpoints import convert_to_fp8
 from megamoe.errors import MegaMoEValueError
 from megamoe.gates import sqnr_db
 from megamoe.integrations.transformers import MoEBlock, register, replace_moe
-from megamoe.quantize import quantize_weight
+from megamoe.quantize import quantize_matrix
 from megamoe.recipe import Recipe
 from tests.support.tiny_models import FAMILIES, LEAST_DB, assert_close, config_of, make_model, tokens, train_step
 
@@ -79,12 +79,6 @@ def test_weights_are_taken_over_without_a_copy() -> None:
     assert replaced.moe.experts.w13.data_ptr() == where and replaced.moe.weights == "bf16"
     assert not replaced.moe.experts.w13.requires_grad and replaced.moe.experts.w2.requires_grad
     assert not replaced.training  # as the block was
-
-
-def quantize_matrix(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    quantized = quantize_weight(weight[None], Recipe())
-    assert quantized.scale is not None
-    return quantized.data[0], quantized.scale[0]
 
 
 def test_an_fp8_checkpoint_goes_into_fp8_experts_and_the_model_needs_no_others(tmp_path: Path) -> None:
