@@ -1,5 +1,6 @@
 """The fused dgrad without a GPU: machine code, arguments of a launch, tile counts, order of the weights."""
 
+import functools
 import inspect
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels import backward_launch, launch, sass
-from cute_kernels import compile as compile_module
 from cute_kernels.backward import FusedBackward, fake_arguments
 from cute_kernels.backward_problem import BackwardProblem
 from cute_kernels.tile_config import TileConfig
@@ -16,6 +16,7 @@ from cute_kernels.weights import ROWS, permute_rows, row_order
 from megamoe.quantize import quantize_weight
 from megamoe.recipe import Recipe
 from tests.cpu.test_cute_forward_code import DTYPES, peer_scopes
+from tests.support.machine_code import compiled_once, needs_nvdisasm
 
 TUNED = {
     "A": BackwardProblem(7168, 2048),
@@ -23,20 +24,12 @@ TUNED = {
     "C": BackwardProblem(4096, 1024),
     "odd": BackwardProblem(384, 384, clamp=True, many_experts=True),
 }
-_made: dict[BackwardProblem, compile_module.Binary] = {}
+binary = functools.partial(compiled_once, FusedBackward, fake_arguments)
 
 
-def binary(problem: BackwardProblem) -> compile_module.Binary:
-    if problem not in _made:
-        kernel = FusedBackward(problem, TileConfig())
-        _made[problem] = compile_module.inspect(lambda: (kernel, fake_arguments(problem, for_launch=False)))
-    return _made[problem]
-
-
+@needs_nvdisasm
 @pytest.mark.parametrize("name", TUNED)
 def test_machine_code(name):
-    if sass.find_tool("nvdisasm") is None:
-        pytest.skip("nvdisasm is neither on PATH nor beside triton")
     problem = TUNED[name]
     found = sass.report(binary(problem).cubin)
     waves = 2 * TileConfig().unroll(problem)

@@ -19,6 +19,7 @@ from cutlass.runtime import make_fake_stream
 
 from cute_kernels import compile as compile_module
 from cute_kernels import sass
+from tests.support.machine_code import needs_nvdisasm
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,8 @@ def test_key_depends_on_name_and_configuration():
     assert len(keys) == 4
 
 
+@needs_nvdisasm
 def test_report_of_a_real_cubin():
-    if sass.find_tool("nvdisasm") is None:
-        pytest.skip("nvdisasm is neither on PATH nor beside triton")
     made = compile_module.inspect(build(3, ffi=False))
     found = sass.report(made.cubin)
     assert found.registers > 0 and found.qgmma == 0 and found.spills == 0

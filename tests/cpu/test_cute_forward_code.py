@@ -1,5 +1,6 @@
 """The fused forward's machine code, compiled here without a GPU: spills, serialised wgmma, scopes of flags."""
 
+import functools
 import inspect
 import re
 
@@ -15,6 +16,7 @@ from cute_kernels import launch, sass
 from cute_kernels import workspace as ws
 from cute_kernels.forward import FusedForward, fake_arguments
 from cute_kernels.tile_config import Problem, TileConfig
+from tests.support.machine_code import compiled_once, needs_nvdisasm
 
 TUNED = {
     "A": Problem(7168, 2048),
@@ -24,20 +26,12 @@ TUNED = {
     "odd": Problem(384, 384, many_experts=True),
 }
 DTYPES = {BFloat16: "bfloat16", Int32: "int32", Int64: "int64", Float32: "float32", Float8E4M3FN: "float8_e4m3fn"}
-_made: dict[Problem, compile_module.Binary] = {}
+binary = functools.partial(compiled_once, FusedForward, fake_arguments)
 
 
-def binary(problem: Problem) -> compile_module.Binary:
-    if problem not in _made:
-        kernel = FusedForward(problem, TileConfig())
-        _made[problem] = compile_module.inspect(lambda: (kernel, fake_arguments(problem, for_launch=False)))
-    return _made[problem]
-
-
+@needs_nvdisasm
 @pytest.mark.parametrize("name", TUNED)
 def test_machine_code(name):
-    if sass.find_tool("nvdisasm") is None:
-        pytest.skip("nvdisasm is neither on PATH nor beside triton")
     problem = TUNED[name]
     found = sass.report(binary(problem).cubin)
     waves = 2 * TileConfig().unroll(problem)

@@ -1,5 +1,6 @@
 """Weight gradients that dgrad takes, without a GPU: machine code, arguments of a launch, who does which task."""
 
+import functools
 import inspect
 import random
 import re
@@ -10,7 +11,6 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels import backward_launch, backward_offer, launch, sass, wgrad_config
-from cute_kernels import compile as compile_module
 from cute_kernels.backward_problem import TURN_COLUMNS, TURNED, TURNS, W2, W13, BackwardProblem
 from cute_kernels.backward_steal import StealingBackward, fake_arguments
 from cute_kernels.tile_config import TileConfig
@@ -18,26 +18,19 @@ from cute_kernels.wgrad_launch import WgradQueue
 from tests.cpu.test_cute_backward import weights
 from tests.cpu.test_cute_forward_code import DTYPES, peer_scopes
 from tests.cpu.test_cute_ptx import wrong_loads, wrong_scopes
+from tests.support.machine_code import compiled_once, needs_nvdisasm
 
 TUNED = {
     "A": BackwardProblem(7168, 2048, stolen="bfloat16"),
     "A clamped": BackwardProblem(7168, 2048, clamp=True, stolen="bfloat16"),
     "odd": BackwardProblem(384, 384, clamp=True, many_experts=True, stolen="float32", delay_us=1000),
 }
-_made: dict[BackwardProblem, compile_module.Binary] = {}
+binary = functools.partial(compiled_once, StealingBackward, fake_arguments)
 
 
-def binary(problem: BackwardProblem) -> compile_module.Binary:
-    if problem not in _made:
-        kernel = StealingBackward(problem, TileConfig())
-        _made[problem] = compile_module.inspect(lambda: (kernel, fake_arguments(problem, for_launch=False)))
-    return _made[problem]
-
-
+@needs_nvdisasm
 @pytest.mark.parametrize("name", TUNED)
 def test_machine_code(name):
-    if sass.find_tool("nvdisasm") is None:
-        pytest.skip("nvdisasm is neither on PATH nor beside triton")
     problem = TUNED[name]
     found = sass.report(binary(problem).cubin)
     waves = 2 * TileConfig().unroll(problem)
@@ -49,10 +42,9 @@ def test_machine_code(name):
     assert found.registers <= 168 and found.top_register <= 240
 
 
+@needs_nvdisasm
 def test_registers_of_the_other_warps():
     """Between giving up registers and the math warps' code nothing names a register that is not there any more."""
-    if sass.find_tool("nvdisasm") is None:
-        pytest.skip("nvdisasm is neither on PATH nor beside triton")
     code = sass.disassemble(binary(TUNED["A"]).cubin)
     _, behind = code.split("USETMAXREG.DEALLOC", 1)
     others, math = behind.split("USETMAXREG.TRY_ALLOC", 1)
@@ -67,6 +59,7 @@ def test_flags_between_ranks_and_loads_past_coherence():
     assert wrong_loads(ptx) == []
 
 
+@needs_nvdisasm
 def test_products_of_the_copy_are_not_fused():
     """The main loop's additions are the only ones that may take a product along: no more FFMA than dgrad has, but for
     the reciprocal of a column's scale."""

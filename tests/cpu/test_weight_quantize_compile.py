@@ -8,9 +8,10 @@ pytest.importorskip("cutlass")
 from cute_kernels import sass, weight_launch
 from cute_kernels.compile import inspect
 from cute_kernels.weight_quantize import QuantizeConfig
+from tests.support.machine_code import needs_nvdisasm
 
 
-@pytest.mark.skipif(sass.find_tool("nvdisasm") is None, reason="needs nvdisasm")
+@needs_nvdisasm
 @pytest.mark.parametrize("source", ["bfloat16", "float32"])
 @pytest.mark.parametrize("is_gate_up", [False, True], ids=["rows", "gate_up"])
 def test_code(source, is_gate_up):

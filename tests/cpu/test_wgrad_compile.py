@@ -7,8 +7,9 @@ pytest.importorskip("cutlass")
 from cute_kernels import sass, wgrad_launch
 from cute_kernels.compile import inspect
 from cute_kernels.wgrad_config import TransposeConfig, WgradConfig
+from tests.support.machine_code import needs_nvdisasm
 
-pytestmark = pytest.mark.skipif(sass.find_tool("nvdisasm") is None, reason="needs nvdisasm")
+pytestmark = needs_nvdisasm
 
 GEMMS = [
     WgradConfig(4096, 7168, "bf16", "bfloat16"),
