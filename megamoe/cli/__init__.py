@@ -8,9 +8,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megamoe._version import __version__
-from megamoe.errors import MegaMoEError
+from megamoe.errors import MegaMoEError, MegaMoETypeError, MegaMoEValueError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +30,22 @@ COMMANDS: dict[str, Command] = {
     "bench": Command("megamoe.cli.bench", "bench_main", "time the layer beside torch's grouped GEMMs; write records"),
     "tune": Command("megamoe.cli.tune", "tune_main", "measure how a layer overlaps best; write what the layer reads"),
     "soak": Command("megamoe.cli.soak", "soak_main", "random calls of one backend against another, for minutes"),
-    "trace": Command("megamoe.cli.trace", "trace_main", "what every role of the fused forward does when"),
+    "trace": Command("megamoe.cli.trace", "trace_main", "what every role of a fused forward or backward does when"),
 }
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for what cannot be parsed, as for what a command refuses."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}. {self.prog} --help tells its options.\n")
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
     """The parser of one command; imports its module."""
     command = COMMANDS[name]
     module = importlib.import_module(command.module)
-    parser = argparse.ArgumentParser(prog=f"megamoe {name}", description=module.__doc__)
+    parser = Parser(prog=f"megamoe {name}", description=module.__doc__)
     module.add_arguments(parser)
     return parser
 
@@ -65,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: command and options; None: those of the process.
 
     Returns:
-        The exit status: 0 for success, 1 where a gate failed or the layer refused, 2 for a wrong command line.
+        The exit status: 0 for success, 1 where a gate failed or the layer does not run here, 2 for options that are
+        refused.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -76,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = arguments[0]
     if name not in COMMANDS:
-        print(f"command: expected one of {', '.join(COMMANDS)}, got {name!r}.\n\n{usage()}", file=sys.stderr)
+        print(
+            f"command: expected one of {', '.join(COMMANDS)}, got {name!r}. megamoe --help tells more.", file=sys.stderr
+        )
         return 2
     parsed = build_parser(name).parse_args(arguments[1:])
     function = getattr(importlib.import_module(COMMANDS[name].module), COMMANDS[name].function)
@@ -86,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except MegaMoEError as error:
         print(f"megamoe {name}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, MegaMoEValueError | MegaMoETypeError) else 1
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -28,11 +28,11 @@ from megamoe.cli.bench_problem import (
     triton_stages,
 )
 from megamoe.cli.bench_torch import COPY_OF, ceilings, same_size_copies, torch_gemms, torch_wgrads
-from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape
+from megamoe.cli.options import choices, device_of, refuse_given, within, writable
+from megamoe.cli.problem import ROUTINGS, ProblemSpec, shape_of, spread
 from megamoe.cli.records import Record, environment, write_records
-from megamoe.cli.timing import Timing, captured, clock_mhz, time_variants
-from megamoe.cli.verify import device_of
-from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
+from megamoe.cli.timing import Timing, captured, time_variants
+from megamoe.errors import BackendUnavailable
 from megamoe.provenance import gpu_name
 from megamoe.recipe import Recipe
 
@@ -46,7 +46,7 @@ INCLUDES = {
     "forward": "bf16 x and ids to bf16 out: routing, quantisation, dispatch, GEMMs, combine; nothing is saved",
     "backward": "bf16 dout to dx, dp and bf16 dW: dgrad, then wgrad",
     "fwd_bwd": "a forward that saves its pool, then backward; weights were quantised beforehand",
-    "fwd_bwd_requantized": "requantize, then fwd_bwd",
+    "fwd_bwd_requantized": "requantize, then fwd_bwd with these copies, which the peak counts",
     "dgrad": "bf16 dout to dx, dp and what wgrad reads: quantisation, dispatch, GEMMs, combine",
     "wgrad": "bf16 dW13 and dW2 from what forward and dgrad leave: conversion of operands, products",
     "wgrad13": "dW13 of wgrad alone",
@@ -120,44 +120,21 @@ class Progress:
 def specs_of(args: argparse.Namespace) -> Iterator[tuple[str, ProblemSpec]]:
     """The shapes that the options name, as problems on R virtual ranks."""
     for name in shape_names(args.shapes):
-        if name in SHAPES:
-            shape = SHAPES[name]
-        else:
-            try:
-                experts, hidden, inter, top_k = (int(part) for part in name.split(","))
-                shape = Shape(experts, hidden, inter, top_k, 1024)
-            except ValueError:
-                raise MegaMoEValueError(expected("--shapes", f"{', '.join(SHAPES)} or E,H,I,K", repr(name))) from None
-        tokens = args.tokens or shape.num_tokens
-        if args.ranks < 1 or tokens % args.ranks:
-            raise MegaMoEValueError(expected("--ranks", f"a divisor of {tokens} tokens", args.ranks))
-        yield (
-            name,
-            ProblemSpec(
-                num_tokens=(tokens // args.ranks,) * args.ranks,
-                hidden=shape.hidden,
-                intermediate=shape.intermediate,
-                num_experts=shape.num_experts,
-                top_k=shape.top_k,
-                routing=args.routing,
-            ),
-        )
+        yield name, spread(shape_of("--shapes", name, args.tokens), args.ranks, args.routing)
 
 
 def shape_names(text: str) -> list[str]:
     """ "A,B" -> A and B; "8,256,128,2" -> that one; semicolons separate in any case."""
     names = []
-    for part in filter(None, text.split(";")):
-        names += [part] if part[0].isdigit() else part.split(",")
+    for part in text.split(";"):
+        names += [part] if part[:1].isdigit() else part.split(",")
     return names
 
 
-def choices(argument: str, text: str, allowed: tuple[str, ...]) -> list[str]:
-    """A comma-separated selection."""
-    chosen = text.split(",")
-    if not set(chosen) <= set(allowed):
-        raise MegaMoEValueError(expected(argument, f"of {', '.join(allowed)}", repr(text)))
-    return chosen
+def selected(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The benches and the backends that the options name."""
+    allowed = (*BACKENDS, *(name + BF16_WGRAD for name in BACKENDS))
+    return choices("--bench", args.bench, BENCHES), choices("--backends", args.backends, allowed)
 
 
 def usable(names: list[str], spec: ProblemSpec, recipe: Recipe, device: torch.device) -> list[str]:
@@ -186,9 +163,8 @@ def bench_case(
 
     A backend that misses a gate or raises is named on stderr and has no record.
     """
-    recipe, benches = Recipe(args.precision), choices("--bench", args.bench, BENCHES)
-    allowed = (*BACKENDS, *(name + BF16_WGRAD for name in BACKENDS))
-    backends = usable(choices("--backends", args.backends, allowed), spec, recipe, device)
+    recipe, (benches, asked) = Recipe(args.precision), selected(args)
+    backends = usable(asked, spec, recipe, device)
     problem = BenchProblem(spec, recipe, device)
     training = bool(set(benches) - {"forward", "stages"})
     variants: dict[tuple[str, str], Variant] = {}
@@ -227,7 +203,7 @@ def bench_case(
         graph = captured(variant.run, device, pool) if variant.capturable and not args.eager else None
         calls[key] = graph or variant.run
         facts[key] = facts.get(key, {}) | {"graph": graph is not None}
-    times, clock = _time(calls, f"{name} T={sum(spec.num_tokens)} {spec.routing} R={spec.num_ranks}", args, device)
+    times = _time(calls, f"{name} T={sum(spec.num_tokens)} {spec.routing} R={spec.num_ranks}", args, device)
     common = {"shape": name, "T": sum(spec.num_tokens), "routing": spec.routing, "ranks": spec.num_ranks}
     records = []
     for (bench, backend), variant in variants.items():
@@ -236,7 +212,7 @@ def bench_case(
         records.append(record | figures(variant, times[bench, backend]) | facts[bench, backend])
     add_ratios(records)
     records = [r for r in records if not str(r["bench"]).startswith(COPY_OF)]
-    return [r | {"clock_mhz": clock} | environment(str(r["backend"]), device) for r in records], failed
+    return [r | environment(str(r["backend"]), device) for r in records], failed
 
 
 def layer_variants(run: LayerRun, benches: list[str], training: bool) -> dict[str, tuple[Variant, Record]]:
@@ -245,50 +221,30 @@ def layer_variants(run: LayerRun, benches: list[str], training: bool) -> dict[st
     Raises:
         AssertionError: a result misses its gate.
     """
-    problem = run.problem
-    accuracy = errors(problem, run, training)
-    wanted = set(benches)
+    problem, wanted = run.problem, set(benches)
     if run.recipe != problem.recipe:  # only operands of wgrad differ
         wanted -= {"forward", "dgrad", "requantize", "fwd_bwd_requantized"}
-    calls: dict[str, Run] = {
-        "forward": run.forward,
-        "backward": run.backward,
-        "fwd_bwd": run.forward_backward,
-        "fwd_bwd_requantized": run.requantize_forward_backward,
-        "dgrad": run.dgrad,
-        "wgrad": run.wgrad,
-        "wgrad13": lambda: run.wgrad(w2=False),
-        "wgrad2": lambda: run.wgrad(w13=False),
-        "requantize": run.requantize,
-    }
+    accuracy, calls = errors(problem, run, wanted, training), run.calls()
     found: dict[str, tuple[Variant, Record]] = {}
     for bench, thirds in (PASSES | PARTS).items():
         if bench not in wanted:
             continue
-        fields = {"forward": ("out",), "dgrad": ("dx", "dp"), "wgrad": ("dw13", "dw2"), "requantize": ()}
-        fields |= {"wgrad13": ("dw13",), "wgrad2": ("dw2",)}
-        names = fields.get(bench, tuple(name.removeprefix("rel_l2_") for name in accuracy))
-        fact: Record = {f"rel_l2_{name}": accuracy[f"rel_l2_{name}"] for name in names}
         alone = not ({"forward", "backward", "dgrad"} & {bench} or "fwd" in bench)
         num_bytes = 0 if bench != "requantize" else problem.requantized_bytes()
-        capturable = run.capturable or alone
-        variant = Variant(calls[bench], problem.flops * thirds // 3, num_bytes, capturable)
-        found[bench] = variant, fact | {"peak_bytes": peak_bytes(calls[bench], problem.device)}
+        variant = Variant(calls[bench], problem.flops * thirds // 3, num_bytes, run.capturable or alone)
+        found[bench] = variant, accuracy[bench] | {"peak_bytes": peak_bytes(calls[bench], problem.device)}
     return found
 
 
 def _time(
     calls: dict[tuple[str, str], Run], title: str, args: argparse.Namespace, device: torch.device
-) -> tuple[dict[tuple[str, str], Timing], int | None]:
-    """The times of all variants and the clock after the last one."""
+) -> dict[tuple[str, str], Timing]:
+    """The times of all variants."""
     progress = Progress(len(calls) * (args.rounds + 1), title)
     named = {" ".join(key): call for key, call in calls.items()}
     brief = {" ".join(key) for key in calls if key[0] not in (*PASSES, *GEMMS)}
-    times = time_variants(
-        named, device, rounds=args.rounds, sustained_s=args.sustained, brief=brief, progress=progress
-    )  # fmt: skip
-    clock = clock_mhz(device)
-    return {key: times[" ".join(key)] for key in calls}, clock
+    times = time_variants(named, device, rounds=args.rounds, sustained_s=args.sustained, brief=brief, progress=progress)
+    return {key: times[" ".join(key)] for key in calls}
 
 
 def peak_bytes(call: Run, device: torch.device) -> int | None:
@@ -310,6 +266,7 @@ def figures(variant: Variant, timing: Timing) -> Record:
         "us_sustained": timing.us_sustained,
         "us_min": timing.us_min,
         "us_max": timing.us_max,
+        "clock_mhz": timing.clock_mhz,
         "tflops": variant.flops / timing.us / 1e6 if variant.flops else None,
         "gb_per_s": variant.num_bytes / timing.us / 1e3 if variant.num_bytes else None,
     }
@@ -373,13 +330,17 @@ def bench_main(args: argparse.Namespace) -> int:
         from megamoe.cli.bench_group import bench_group
 
         return bench_group(args)
-    if args.rounds < 1:
-        raise MegaMoEValueError(expected("--rounds", "at least 1", args.rounds))
-    device = device_of(args.device)
+    refuse_given(args, add_arguments, {"--tokens-per-rank": "tokens_per_rank"}, "without torchrun")
+    within("--rounds", args.rounds, 1)
+    within("--sustained", args.sustained, 0, 3600)
+    cases, device = list(cases_of(args)), device_of(args.device)
+    for *_, options in cases:
+        selected(options)
     folder = args.out / gpu_name(device)
+    writable("--out", folder / f"{args.name}.json")
     files: dict[str, list[Record]] = {args.name: [], "stages": []}
     failed = 0
-    for name, spec, options in cases_of(args):
+    for name, spec, options in cases:
         try:
             records, failures = bench_case(name, spec, options, device)
         except RuntimeError as error:

@@ -1,10 +1,9 @@
 """`megamoe bench` under torchrun: one process a GPU, the fused layer beside all-to-alls, and the parts it overlaps.
 
-    torchrun --nproc-per-node=2 -m megamoe bench --shapes V3 --tokens 4096 --bench forward,fwd_bwd
+    torchrun --nproc-per-node=2 -m megamoe bench --shapes V3 --tokens-per-rank 4096 --bench forward,fwd_bwd
 
-T is that of each rank. Times are of the slowest rank. Beside the backends stand "math", the fused kernel alone on what
-arrives, and "exchange", the all-to-alls alone (rows there as FP8 and scales, back as bf16): what is faster than their
-sum is overlap won.
+Times are of the slowest rank. Beside the backends stand "math", the fused kernel alone on what arrives, and "exchange",
+the all-to-alls alone (rows there as FP8 and scales, back as bf16): what is faster than their sum is overlap won.
 """
 
 from __future__ import annotations
@@ -23,14 +22,16 @@ import torch.distributed as dist
 
 from megamoe.backends import Backend
 from megamoe.backends.cute_exchange import Choices, ExchangeBackend, Here
-from megamoe.cli.group_run import Member, backend_of, membership
-from megamoe.cli.problem import SHAPES, ProblemSpec, Shape
+from megamoe.cli.bench import add_arguments, shape_names
+from megamoe.cli.group_run import Member, backend_of, membership, num_processes
+from megamoe.cli.options import choices, integers, refuse_given, within, writable
+from megamoe.cli.problem import SHAPES, ProblemSpec, Shape, shape_of, spread
 from megamoe.cli.records import Record, environment, write_records
-from megamoe.cli.timing import clock_mhz
+from megamoe.cli.stages import have_same_bits
+from megamoe.cli.timing import median_clock, sampled_clock
 from megamoe.comm import GroupTransport
 from megamoe.comm.transport import exchange_of
-from megamoe.errors import MegaMoEValueError, expected
-from megamoe.gates import GATES, sqnr_db
+from megamoe.gates import GATES, sqnr_db, worst_expert_db
 from megamoe.overlap import OverlapConfig
 from megamoe.provenance import gpu_name
 from megamoe.recipe import Recipe
@@ -103,6 +104,8 @@ class GroupRun:
 
     def results(self) -> dict[str, torch.Tensor]:
         """What is checked before anything is timed."""
+        for grad in self.share.grads:  # what this call leaves unwritten must not be another's
+            grad.fill_(math.nan)
         out, grads = self.forward(), self.fwd_bwd()
         assert grads.dx is not None and grads.dp is not None
         dw13, dw2 = (g.clone() for g in self.share.grads)
@@ -125,7 +128,7 @@ class Parts:
 
     def math(self) -> torch.Tensor:
         """The fused kernel on what has arrived, as one rank."""
-        return self._backend._forward(
+        return self._backend.forward_here(
             self._here, self._arrived, self._p, self._run.experts, self._choices, saves=False
         )[0]
 
@@ -144,7 +147,12 @@ class Parts:
 
 
 def bench_case(
-    name: str, spec: ProblemSpec, variants: Sequence[str], args: argparse.Namespace, member: Member
+    name: str,
+    spec: ProblemSpec,
+    variants: Sequence[str],
+    benches: Sequence[str],
+    args: argparse.Namespace,
+    member: Member,
 ) -> list[Record]:
     """All records of one shape, on every rank alike; TFLOP/s are those of one GPU. A collective.
 
@@ -157,7 +165,7 @@ def bench_case(
     agreement = compare(runs, member)
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     for variant, run in runs.items():
-        calls |= {(bench, variant): getattr(run, bench) for bench in PASSES if bench in args.bench.split(",")}
+        calls |= {(bench, variant): getattr(run, bench) for bench in benches}
     parts = Parts(runs["cute_nccl"]) if "cute_nccl" in runs else None
     sent = (0, 0)
     if parts is not None:
@@ -171,7 +179,7 @@ def bench_case(
     flops = 6 * spec.hidden * spec.intermediate * sum(spec.num_tokens) * spec.top_k
     common = {
         "shape": name, "T": sum(spec.num_tokens), "T_per_rank": spec.num_tokens[0], "routing": "uniform",
-        "ranks": spec.num_ranks, "precision": args.precision, "clock_mhz": clock_mhz(member.device),
+        "ranks": spec.num_ranks, "precision": args.precision,
         "bytes_out_per_rank": rows[0] // spec.num_ranks * width,
         "bytes_back_per_rank": rows[1] // spec.num_ranks * 2 * spec.hidden,
     }  # fmt: skip
@@ -180,38 +188,63 @@ def bench_case(
         passes = 3 if bench == "fwd_bwd" else 1
         record = {"bench": bench, **common, "backend": variant, **figures}
         record["tflops"] = None if variant == "exchange" else flops * passes / spec.num_ranks / figures["us"] / 1e6
-        records.append(record | {"least_sqnr_db": agreement.get(variant)})
+        records.append(record | agreement.get(variant, {}))
     add_overlap(records)
     return [r | environment(str(r["backend"]), member.device) for r in records]
 
 
-def compare(runs: dict[str, GroupRun], member: Member) -> dict[str, float | None]:
-    """The least SQNR of any tensor of any rank against the first variant; None: all bits are equal. A collective."""
-    first, *others = runs
-    gate, least = GATES["fp8"].backends_db, {}
-    wanted = runs[first].results() if others else {}
-    for variant in others:
-        found = runs[variant].results()
-        everyone = member.gather({name: lowest_db(found[name], want) for name, want in wanted.items()})
-        low = min(level for theirs in everyone for level in theirs.values())
-        assert low >= gate, f"{variant} against {first}: {everyone}"
-        least[variant] = None if math.isinf(low) else low
-    return least
+def compare(runs: dict[str, GroupRun], member: Member) -> dict[str, Record]:
+    """How near the results of each variant are, over all tensors and ranks, as fields of its records. A collective.
+
+    `emulation_db`: least SQNR against the emulation, None for equal values. `least_sqnr_db`: the same against the first
+    variant. `equal_bits`: whether all bits are the first variant's; None for the first itself.
+
+    Raises:
+        AssertionError: on all ranks, where a variant misses a gate on any.
+    """
+    some = next(iter(runs.values()))
+    gates, first = GATES[some.recipe.precision], next(iter(runs))
+    emulated = GroupRun("torch", some.share, some.recipe, {}).results()
+    wanted: dict[str, torch.Tensor] = {}
+    figures: dict[str, Record] = {}
+    for variant, run in runs.items():
+        found = run.results()
+        level = lowest_over(found, emulated, member, gates.emulation_db, f"{variant} against the emulation")
+        figures[variant] = {"emulation_db": level, "least_sqnr_db": None, "equal_bits": None}
+        if variant == first:
+            wanted = found
+            continue
+        level = lowest_over(found, wanted, member, gates.backends_db, f"{variant} against {first}")
+        is_equal = all(have_same_bits(found[name], want) for name, want in wanted.items())
+        figures[variant] |= {"least_sqnr_db": level, "equal_bits": all(member.gather(is_equal))}
+    return figures
+
+
+def lowest_over(
+    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], member: Member, gate: float, title: str
+) -> float | None:
+    """The least SQNR in dB of any tensor of any rank, None for equal values. A collective.
+
+    Raises:
+        AssertionError: on all ranks, where one is below the gate, or not a number.
+    """
+    everyone = member.gather({name: lowest_db(found[name], want) for name, want in wanted.items()})
+    levels = [level for theirs in everyone for level in theirs.values()]
+    assert all(level >= gate for level in levels), f"{title}: {everyone}"
+    return None if math.isinf(min(levels)) else min(levels)
 
 
 def lowest_db(got: torch.Tensor, want: torch.Tensor) -> float:
     """SQNR of a tensor, of weight gradients that of the worst expert: one after the other, as fp64 takes memory."""
-    if torch.equal(got, want):
-        return math.inf
-    if got.dim() < 3:
-        return sqnr_db(got, want)
-    return min(sqnr_db(a, b) for a, b in zip(got, want, strict=True))
+    return sqnr_db(got, want) if got.dim() < 3 else worst_expert_db(got, want)[0]
 
 
 def time_over(
     calls: dict[tuple[str, str], Callable[[], object]], member: Member, rounds: int
 ) -> dict[tuple[str, str], Record]:
     """Times of calls that all ranks make together, of the slowest rank: single ones, then back to back. A collective.
+
+    The clock is the slowest rank's while calls are made back to back.
 
     Each round makes every call once, in another order every round, the same on all ranks; a barrier stands before each.
     """
@@ -221,16 +254,22 @@ def time_over(
         random.Random(number).shuffle(order)
         for key in order:
             samples[key].append(_timed(calls[key], 1, member))
-    sustained = {key: _timed(call, SUSTAINED_CALLS, member) for key, call in calls.items()}
+    sustained: dict[tuple[str, str], tuple[float, int | None]] = {}
+    for key, call in calls.items():
+        with sampled_clock(member.device) as readings:
+            us = _timed(call, SUSTAINED_CALLS, member)
+        sustained[key] = us, median_clock(readings)
     everyone = member.gather((samples, sustained))
     figures: dict[tuple[str, str], Record] = {}
     for key in calls:
         slowest = [max(of_round) for of_round in zip(*(theirs[0][key] for theirs in everyone), strict=True)]
+        clocks = [theirs[1][key][1] for theirs in everyone if theirs[1][key][1] is not None]
         figures[key] = {
             "us": statistics.median(slowest),
             "us_min": min(slowest),
             "us_max": max(slowest),
-            "us_sustained": max(theirs[1][key] for theirs in everyone),
+            "us_sustained": max(theirs[1][key][0] for theirs in everyone),
+            "clock_mhz": min(clocks, default=None),
         }
     return figures
 
@@ -266,30 +305,33 @@ def add_overlap(records: list[Record]) -> None:
             r["exchange_hidden"] = (math_us + exchange_us - r["us"]) / exchange_us
 
 
-def shape_of(name: str) -> Shape:
-    """A shape by its name or its four numbers; its T is that of one rank."""
-    if name in GROUP_SHAPES:
-        return GROUP_SHAPES[name]
-    try:
-        experts, hidden, inter, top_k = (int(part) for part in name.split(","))
-    except ValueError:
-        raise MegaMoEValueError(expected("--shapes", f"{', '.join(GROUP_SHAPES)} or E,H,I,K", repr(name))) from None
-    return Shape(experts, hidden, inter, top_k, 1024)
-
-
 def specs_of(args: argparse.Namespace, num_ranks: int) -> list[tuple[str, ProblemSpec]]:
-    """The shapes that the options name, with as many tokens on every rank."""
-    from megamoe.cli.bench import shape_names
-    from megamoe.cli.verify import integers
-
+    """The shapes that the options name, with as many tokens on every rank; T of a shape is that of each rank."""
     found: list[tuple[str, ProblemSpec]] = []
     for name in shape_names(args.shapes):
-        shape = shape_of(name)
-        each = args.tokens // num_ranks if args.tokens else shape.num_tokens
-        for tokens in integers("--tokens-per-rank", args.tokens_per_rank) if args.tokens_per_rank else (each,):
-            sizes = (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
-            found.append((name, ProblemSpec((tokens,) * num_ranks, *sizes)))
+        shape = shape_of("--shapes", name, args.tokens, GROUP_SHAPES)
+        totals: Sequence[int] = [args.tokens or shape.num_tokens * num_ranks]
+        if args.tokens_per_rank is not None:
+            each = integers("--tokens-per-rank", args.tokens_per_rank)
+            within("--tokens-per-rank", min(each), 0)
+            totals = [tokens * num_ranks for tokens in each]
+        for total in totals:
+            whole = dataclasses.replace(shape, num_tokens=total)
+            found.append((name, spread(whole, num_ranks, option="--nproc-per-node")))
     return found
+
+
+def selected(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The variants and the benches that the options name; all of them by default."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    variants, benches = list(VARIANTS), list(PASSES)
+    if args.backends != parser.get_default("backends"):
+        asked = choices("--backends", args.backends, ("cute", *VARIANTS, "torch"))
+        variants = [v for v in (*VARIANTS, "torch") if v in asked or v.split("_")[0] in asked]
+    if args.bench != parser.get_default("bench"):
+        benches = choices("--bench", args.bench, PASSES)
+    return variants, benches
 
 
 def show(records: Sequence[Record]) -> None:
@@ -303,17 +345,19 @@ def show(records: Sequence[Record]) -> None:
 
 def bench_group(args: argparse.Namespace) -> int:
     """`megamoe bench` of one process among several; rank 0 prints and writes the records."""
+    names = ("suite", "routing", "ranks", "eager", "sustained")
+    refuse_given(args, add_arguments, {f"--{name}": name for name in names}, "under torchrun")
+    within("--rounds", args.rounds, 1)
+    (variants, benches), specs = selected(args), specs_of(args, num_processes())
     status = 0
     with membership(args.device) as member:
-        asked = args.backends.split(",")
-        variants = [v for v in VARIANTS if v in asked or v.split("_")[0] in asked]
-        variants += [v for v in asked if v == "torch"]
-        if not variants:
-            raise MegaMoEValueError(expected("--backends", f"of {', '.join(VARIANTS)}, torch", repr(args.backends)))
+        path = args.out / f"{gpu_name(member.device)}-x{member.num_ranks}" / f"{args.name}.json"
+        if member.rank == 0:
+            writable("--out", path)
         records: list[Record] = []
-        for name, spec in specs_of(args, member.num_ranks):
+        for name, spec in specs:
             try:
-                found = bench_case(name, spec, variants, args, member)
+                found = bench_case(name, spec, variants, benches, args, member)
             except AssertionError as error:  # on all ranks alike
                 status = 1
                 if member.rank == 0:
@@ -323,7 +367,6 @@ def bench_group(args: argparse.Namespace) -> int:
             if member.rank == 0:
                 show(found)
         if member.rank == 0:
-            path = args.out / f"{gpu_name(member.device)}-x{member.num_ranks}" / f"{args.name}.json"
             write_records(path, records)
             print(f"{len(records)} records in {path}", flush=True)
     return status if records else 1

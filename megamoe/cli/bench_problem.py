@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -13,13 +13,16 @@ from megamoe.cli.problem import ProblemSpec, draw_topk_ids
 from megamoe.comm import LocalWorld
 from megamoe.comm.transport import Transport, as_transport
 from megamoe.deferred import Later, WeightJob
-from megamoe.gates import GATES, rel_l2
+from megamoe.gates import GATES, rel_l2, worst_expert_db, worst_row, worst_weight_grad
 from megamoe.memory_plan import worst_rows
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.reference import Inputs, oracle_backward, oracle_forward
-from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, Saved
+from megamoe.unfused import ExpertWeights, ForwardOptions, Needs, Saved, SaveMode
 
 Run = Callable[[], object]
+Tensors = dict[str, list[torch.Tensor]]
+"""Results by name, each the parts of the ranks in their order."""
+Call = Callable[[], Tensors]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +84,43 @@ class BenchProblem:
                 grads = oracle_backward(inputs, torch.cat(self.douts), self.recipe.clamp)
                 found |= {"dx": grads.dx_TH.float(), "dp": grads.dp_TK.float()}
                 found |= {"dw13": grads.dw13_E2IH.float(), "dw2": grads.dw2_EHI.float()}
+                assert grads.dp_spread_TK is not None
+                found["spread of dp"] = grads.dp_spread_TK.float()
             self._oracle = found
         return self._oracle
+
+    def judge(self, backend: str, got: Tensors, names: Sequence[str]) -> dict[str, float]:
+        """rel-L2 of a call's results against the oracle, as fields of a record.
+
+        Args:
+            backend: for messages. got: parts of each result in the order of ranks. names: of what it must hold.
+
+        Raises:
+            AssertionError: it holds something else, or a tensor misses a gate.
+        """
+        assert tuple(got) == tuple(names), f"{backend}: expected {', '.join(names)}, got {', '.join(got)}"
+        figures: dict[str, float] = {}
+        for name, parts in got.items():
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            figures[f"rel_l2_{name}"] = rel_l2(whole, self._oracle[name])
+            wrong = self._missed(name, whole, figures[f"rel_l2_{name}"])
+            assert not wrong, f"{backend}: {name} {wrong}"
+        return figures
+
+    def _missed(self, name: str, got: torch.Tensor, error: float) -> str:
+        """Which gate a result misses, "" if none; NaN misses all."""
+        gates, want = GATES[self.recipe.precision], self._oracle[name]
+        if name == "dp":
+            ratio = worst_weight_grad(got, want, self._oracle["spread of dp"])
+            return "" if ratio <= gates.weight_grad else f"off by {ratio:.3g} of its spread > {gates.weight_grad:g}"
+        db = math.inf if error == 0.0 else -20 * math.log10(error) if error == error else math.nan
+        if not db >= gates.tensor_db:
+            return f"at {db:.1f} dB, expected at least {gates.tensor_db:g}"
+        if name in ("out", "dx"):
+            ratio, row = worst_row(got, want)
+            return "" if ratio <= gates.row else f"row {row} off by {ratio:.3g} of its norm > {gates.row:g}"
+        db, expert = worst_expert_db(got, want)
+        return "" if db >= gates.expert_db else f"of expert {expert} at {db:.1f} dB < {gates.expert_db:g}"
 
     def counts(self) -> torch.Tensor:
         """Rows of each expert over all ranks, int64 [E]."""
@@ -152,99 +190,117 @@ class LayerRun:
             dw13, dw2 = (list(grad.chunk(problem.spec.num_ranks)) for grad in problem.weight_grads())
             self.needs = Needs(w13=dw13, w2=dw2)
 
-    def forward(self) -> list[torch.Tensor]:
+    def calls(self) -> dict[str, Call]:
+        """What is timed and what is checked, by bench."""
+        return {
+            "forward": self.forward,
+            "backward": self.backward,
+            "fwd_bwd": self.forward_backward,
+            "fwd_bwd_requantized": self.requantize_forward_backward,
+            "dgrad": self.dgrad,
+            "wgrad": self.wgrad,
+            "wgrad13": lambda: self.wgrad(w2=False),
+            "wgrad2": lambda: self.wgrad(w13=False),
+            "requantize": self.requantize,
+        }
+
+    def forward(self) -> Tensors:
         """Inference: nothing is saved."""
-        return self._forward(save=False)[0]
+        return {"out": self._forward("none", self.experts)[0]}
 
-    def training_forward(self) -> list[torch.Tensor]:
+    def training_forward(self) -> Tensors:
         """What it saves stays for `backward`."""
-        outs, self._saved = self._forward(save=True)
-        return outs
+        outs, self._saved = self._forward("pool", self.experts)
+        return {"out": outs}
 
-    def _forward(
-        self, save: bool, experts: list[ExpertWeights] | None = None
-    ) -> tuple[list[torch.Tensor], Saved | None]:
-        p = self.problem
-        options = dataclasses.replace(p.options, save="pool" if save else "none")
-        return self.backend.forward(
-            self.transport, p.xs, p.ids, p.weights, experts or self.experts, self.recipe, options
-        )
-
-    def backward(self) -> Grads:
+    def backward(self) -> Tensors:
         """Of the last training forward, which it leaves as it is."""
-        assert self._saved is not None, "training_forward comes first"
-        return self._backward(self._saved)
+        return self._backward(self._last(), self.experts, self.needs)
 
-    def dgrad(self) -> Grads:
+    def dgrad(self) -> Tensors:
         """dx and dp alone."""
-        assert self._saved is not None, "training_forward comes first"
-        return self._backward(self._saved, Needs())
+        return self._backward(self._last(), self.experts, Needs())
 
     def prepare_wgrad(self) -> None:
         """Keep what forward and dgrad leave for the weight gradients."""
-        assert self._saved is not None, "training_forward comes first"
         self._jobs = []
-        self._backward(self._saved, Needs(later=Later(True, True, self._jobs.append)))
+        self._backward(self._last(), self.experts, Needs(later=Later(True, True, self._jobs.append)))
 
-    def wgrad(self, w13: bool = True, w2: bool = True) -> None:
+    def wgrad(self, w13: bool = True, w2: bool = True) -> Tensors:
         """Weight gradients alone, from what `prepare_wgrad` has kept."""
         assert self.needs.w13 is not None and self.needs.w2 is not None and self._jobs
         for job, dw13, dw2 in zip(self._jobs, self.needs.w13, self.needs.w2, strict=True):
             job(dw13 if w13 else None, dw2 if w2 else None, False)
+        return ({"dw13": self.needs.w13} if w13 else {}) | ({"dw2": self.needs.w2} if w2 else {})
 
-    def requantize(self) -> list[ExpertWeights]:
+    def requantize(self) -> Tensors:
         """Both copies of all weights, from the bf16 masters, in the order in which this backend reads them."""
-        return self.problem.experts(self.backend, True)
+        self.problem.experts(self.backend, True)
+        return {}
 
-    def requantize_forward_backward(self) -> Grads:
+    def requantize_forward_backward(self) -> Tensors:
         """A training step, with the copies of weights that an optimizer step has changed."""
-        saved = self._forward(save=True, experts=self.requantize())[1]
-        assert saved is not None
-        return self._backward(saved)
+        return self._step(self.problem.experts(self.backend, True))
 
-    def _backward(self, saved: Saved, needs: Needs | None = None) -> Grads:
-        return self.backend.backward(self.transport, self.problem.douts, saved, self.experts, needs or self.needs)
-
-    def forward_backward(self) -> Grads:
+    def forward_backward(self) -> Tensors:
         """A training step; what it saves is gone afterwards."""
-        saved = self._forward(save=True)[1]
+        return self._step(self.experts)
+
+    def _step(self, experts: list[ExpertWeights]) -> Tensors:
+        outs, saved = self._forward("pool", experts)
         assert saved is not None
-        return self._backward(saved)
+        return {"out": outs} | self._backward(saved, experts, self.needs)
+
+    def _last(self) -> Saved:
+        assert self._saved is not None, "training_forward comes first"
+        return self._saved
+
+    def _forward(self, save: SaveMode, experts: list[ExpertWeights]) -> tuple[list[torch.Tensor], Saved | None]:
+        p, options = self.problem, dataclasses.replace(self.problem.options, save=save)
+        return self.backend.forward(self.transport, p.xs, p.ids, p.weights, experts, self.recipe, options)
+
+    def _backward(self, saved: Saved, experts: list[ExpertWeights], needs: Needs) -> Tensors:
+        grads = self.backend.backward(self.transport, self.problem.douts, saved, experts, needs)
+        found = {"dx": grads.dx, "dp": grads.dp, "dw13": grads.dw13, "dw2": grads.dw2}
+        return {name: parts for name, parts in found.items() if parts is not None}
 
 
-def errors(problem: BenchProblem, run: LayerRun, training: bool) -> dict[str, float]:
-    """rel-L2 of what a run computes against the fp64 oracle, as fields of a record.
+STEP = ("out", "dx", "dp", "dw13", "dw2")
+RESULTS = {
+    "forward": STEP[:1],
+    "backward": STEP[1:],
+    "fwd_bwd": STEP,
+    "fwd_bwd_requantized": STEP,
+    "dgrad": STEP[1:3],
+    "wgrad": STEP[3:],
+    "wgrad13": STEP[3:4],
+    "wgrad2": STEP[4:],
+}
+"""What a bench computes: all of it is compared before the bench is timed."""
+
+
+def errors(
+    problem: BenchProblem, run: LayerRun, benches: Collection[str], training: bool
+) -> dict[str, dict[str, float]]:
+    """rel-L2 of what the calls of these benches compute against the fp64 oracle, by bench, as fields of a record.
+
+    `training`: leaves what backward and wgrad start from. "requantize" is judged by a step on what it makes.
 
     Raises:
-        AssertionError: a tensor misses the gate of the recipe's precision; a wrong result has no time.
+        AssertionError: a tensor misses a gate of the recipe's precision; a wrong result has no time.
     """
-    wanted = problem.oracle(training)
-    figures: dict[str, float] = {}
-    least = GATES[problem.recipe.precision].tensor_db
-
-    def compare(name: str, got: torch.Tensor) -> None:
-        error = rel_l2(got, wanted[name])
-        db = math.inf if error == 0.0 else -20 * math.log10(error)
-        assert db >= least, f"{run.backend.name}: {name} at {db:.1f} dB, expected at least {least}"
-        figures[f"rel_l2_{name}"] = error
-
-    out = torch.cat(run.training_forward() if training else run.forward())
-    compare("out", out)
+    problem.oracle(training)
+    found: dict[str, dict[str, float]] = {}
     if training:
-        grads = run.backward()
-        assert grads.dx is not None and grads.dp is not None and grads.dw13 is not None and grads.dw2 is not None
-        compare("dx", torch.cat(grads.dx))
-        figures["rel_l2_dp"] = rel_l2(torch.cat(grads.dp), wanted["dp"])
-        dw13, dw2 = problem.weight_grads()
-        compare("dw13", dw13)
-        compare("dw2", dw2)
+        problem.judge(run.backend.name, run.training_forward(), ("out",))
         run.prepare_wgrad()
-        dw13.fill_(math.nan)
-        dw2.fill_(math.nan)
-        run.wgrad()
-        compare("dw13", dw13)
-        compare("dw2", dw2)
-    return figures
+    calls = run.calls()
+    judged = {*benches, "fwd_bwd_requantized"} if "requantize" in benches else benches
+    for bench in [name for name in RESULTS if name in judged]:
+        for grad in problem.weight_grads() if training else ():
+            grad.fill_(math.nan)
+        found[bench] = problem.judge(run.backend.name, calls[bench](), RESULTS[bench])
+    return found | {"requantize": {}}
 
 
 def triton_stages(problem: BenchProblem, experts: ExpertWeights, training: bool) -> dict[str, Variant]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megamoe import backends
 from megamoe.backends import Backend
 from megamoe.cli.problem import Problem, ProblemSpec, make_problem
-from megamoe.cli.stages import KINDS, Value, Verdict, emulate, judge, run_oracle, run_values
+from megamoe.cli.stages import KINDS, Value, Verdict, emulate, have_same_bits, judge, run_oracle, run_values
 from megamoe.comm import GroupTransport
 from megamoe.comm.reach import TransportName, check_transport, why_not_symmetric
 from megamoe.errors import MegaMoEValueError, expected
@@ -35,6 +35,11 @@ TIMEOUT = datetime.timedelta(minutes=10)
 def launched() -> bool:
     """Whether this process is one of those that torchrun, or another launcher with its variables, has started."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def num_processes() -> int:
+    """Processes that were started together, this one included."""
+    return int(os.environ["WORLD_SIZE"])
 
 
 def add_transport(parser: argparse.ArgumentParser) -> None:
@@ -174,10 +179,7 @@ def _on(device: torch.device, value: Value) -> Value:
 
 
 def _same(a: Value, b: Value) -> bool:
-    return all(
-        torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
-        for x, y in zip(a.bits, b.bits, strict=True)
-    )
+    return all(have_same_bits(x, y) for x, y in zip(a.bits, b.bits, strict=True))
 
 
 def verify_group(specs: Sequence[ProblemSpec], recipe: Recipe, args: argparse.Namespace) -> int:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import get_args
 
+from megamoe.cli.options import writable
+from megamoe.cli.problem import spelled_as_options
 from megamoe.config import MoEConfig
 from megamoe.errors import BackendUnavailable, MegaMoEValueError, expected
 from megamoe.memory_plan import MemoryPlan, PlanOptions, SaveMode, memory_plan
@@ -49,20 +51,22 @@ def plan_of(args: argparse.Namespace) -> MemoryPlan:
         config = MoEConfig.from_hf(content)
     else:
         sizes = (args.hidden, args.intermediate, args.experts, args.top_k)
-        config = MoEConfig(*sizes, num_shared_experts=args.shared)
+        with spelled_as_options():
+            config = MoEConfig(*sizes, num_shared_experts=args.shared)
     capacity = args.capacity
     if capacity not in (None, "worst"):
         if not capacity.isdecimal():
             raise MegaMoEValueError(expected("--capacity", "a number of rows or 'worst'", repr(capacity)))
         capacity = int(capacity)
-    options = PlanOptions(
-        args.weights, args.precision, args.virtual, args.wgrad_operands, args.backend, args.steal_us, args.packed
-    )
-    return memory_plan(config, args.ranks, args.save, capacity, tokens=args.tokens, options=options)
+    with spelled_as_options():
+        options = PlanOptions(
+            args.weights, args.precision, args.virtual, args.wgrad_operands, args.backend, args.steal_us, args.packed
+        )
+        return memory_plan(config, args.ranks, args.save, capacity, tokens=args.tokens, options=options)
 
 
 def draw(plan: MemoryPlan, path: str | Path) -> None:
-    """Draw the stages of a plan as stacked bars, with weights and copies below, into an image file.
+    """Draw the stages of a plan as stacked bars, with weights and copies below, into a PNG file.
 
     Raises:
         BackendUnavailable: matplotlib is not installed.
@@ -103,13 +107,14 @@ def draw(plan: MemoryPlan, path: str | Path) -> None:
     axes.set_xlabel("GiB of one process")
     axes.set_title(plan.title, fontsize=8)
     figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
 
 
 def plan_main(args: argparse.Namespace) -> int:
     """Run `megamoe plan`; returns its exit status."""
     plan = plan_of(args)
+    png = None if args.png is None else writable("--png", args.png)
     print(json.dumps(plan.as_dict(), indent=1) if args.json else plan.explain())
-    if args.png is not None:
-        draw(plan, args.png)
+    if png is not None:
+        draw(plan, png)
     return 0

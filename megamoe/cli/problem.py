@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 import torch
 
+from megamoe.cli.options import within
 from megamoe.errors import MegaMoEError, MegaMoEValueError, expected
 from megamoe.quantize import QuantizedWeight
 from megamoe.reference import Inputs
@@ -35,6 +36,30 @@ SHAPES = {
     "C": Shape(128, 4096, 1024, 8, 32768),
 }
 """A: DeepSeek-V3 on one rank of eight. B: Qwen3-30B. C: between them, with many tokens."""
+
+DEFAULT_TOKENS = 8192
+"""T of a shape that is given by its four numbers."""
+
+
+def shape_of(option: str, name: str, tokens: int | None = None, shapes: Mapping[str, Shape] = SHAPES) -> Shape:
+    """A shape by its name or its four numbers.
+
+    Args:
+        option: that `name` is the value of. tokens: T of `--tokens`, None: the shape's. shapes: those with names.
+
+    Raises:
+        MegaMoEValueError: it is neither, or T is less than 1.
+    """
+    parts = name.split(",")
+    if name in shapes:
+        shape = shapes[name]
+    elif len(parts) == 4 and all(part.isdecimal() and int(part) > 0 for part in parts):
+        experts, hidden, inter, top_k = (int(part) for part in parts)
+        shape = Shape(experts, hidden, inter, top_k, DEFAULT_TOKENS)
+    else:
+        raise MegaMoEValueError(expected(option, f"{', '.join(shapes)} or E,H,I,K", repr(name)))
+    within("--tokens", tokens, 1)
+    return dataclasses.replace(shape, num_tokens=tokens or shape.num_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +108,33 @@ class ProblemSpec:
         )
 
 
-OPTIONS = {"num_experts": "--experts", "num_tokens": "--tokens"}
-"""Fields of ProblemSpec and Recipe whose option has another name than theirs."""
+def spread(shape: Shape, ranks: int, routing: Routing = "uniform", option: str = "--ranks") -> ProblemSpec:
+    """A shape whose tokens and experts are spread evenly over R ranks.
+
+    Raises:
+        MegaMoEValueError: R divides one of them not; `option` is what R was given by.
+    """
+    if ranks < 1 or shape.num_tokens % ranks or shape.num_experts % ranks:
+        contract = f"a divisor of {shape.num_tokens} tokens and {shape.num_experts} experts"
+        raise MegaMoEValueError(expected(option, contract, ranks))
+    sizes = (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
+    return ProblemSpec((shape.num_tokens // ranks,) * ranks, *sizes, routing)
+
+
+OPTIONS = {
+    "num_experts": "--experts",
+    "num_tokens": "--tokens",
+    "hidden_size": "--hidden",
+    "intermediate_size": "--intermediate",
+    "num_shared_experts": "--shared",
+    "is_packed": "--packed",
+}
+"""Fields whose option has another name than theirs."""
 
 
 @contextlib.contextmanager
 def spelled_as_options() -> Iterator[None]:
-    """Inside, refusals of a ProblemSpec or a Recipe name the options of the command line in place of the fields."""
+    """Inside, refusals of a ProblemSpec, a config or a Recipe name options of the command line, not fields."""
     try:
         yield
     except MegaMoEError as error:

@@ -23,12 +23,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megamoe._version import __version__
+from megamoe.cli.options import MOST_SEED, device_of, within, writable
+from megamoe.cli.records import environment
 from megamoe.cli.soak_calls import SIZES, compare, draw
-from megamoe.cli.verify import device_of
-from megamoe.errors import MegaMoEValueError, expected
 
 SEEDS_A_PROCESS = 10_000_000
 """From the first seed of one process to that of the next."""
@@ -56,15 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def soak_main(arguments: argparse.Namespace) -> int:
     """Run `megamoe soak` and return the exit status."""
-    for option, value, low, high in (
-        ("--tokens", arguments.tokens, 1, None),
-        ("--sizes", arguments.sizes, 1, len(SIZES)),
-        ("--processes", arguments.processes, 1, 64),
-        ("--calls", 1 if arguments.calls is None else arguments.calls, 1, None),
-    ):
-        if value < low or (high is not None and value > high):
-            contract = f"at least {low}" if high is None else f"{low} to {high}"
-            raise MegaMoEValueError(expected(option, contract, value))
+    within("--tokens", arguments.tokens, 1)
+    within("--sizes", arguments.sizes, 1, len(SIZES))
+    within("--processes", arguments.processes, 1, 64)
+    within("--calls", arguments.calls, 1)
+    within("--minutes", arguments.minutes, 0)
+    within("--seed", arguments.seed, 0, MOST_SEED)
+    device_of(arguments.device)
+    if arguments.out is not None:
+        writable("--out", arguments.out)
     record = run_processes(arguments) if arguments.processes > 1 else run(arguments)
     lowest = ", ".join(f"{name} {_text(level)}" for name, level in record["lowest_sqnr_db"].items())
     many = f" in {record['processes']} processes at once" if record["processes"] > 1 else ""
@@ -136,7 +134,7 @@ def _run(arguments: argparse.Namespace, ending: _Ending) -> Record:
             with ending.in_call():
                 outcome = compare(drawn, arguments.backend, arguments.against, device)
             lowest = {**lowest, **{name: min(lowest.get(name, v), v) for name, v in outcome.levels.items()}}
-            equal.update(name for name, level in outcome.levels.items() if level == float("inf"))
+            equal.update(outcome.equal)
             failed = "; ".join(outcome.faults)
         except Ended:
             seed -= 1
@@ -152,8 +150,7 @@ def _run(arguments: argparse.Namespace, ending: _Ending) -> Record:
                 break
     return {
         "megamoe": __version__,
-        "torch": torch.__version__,
-        "gpu": _gpu(device),
+        **environment(arguments.backend, device),
         "backend": arguments.backend,
         "against": arguments.against,
         "options": {name: getattr(arguments, name) for name in ("tokens", "sizes")},
@@ -186,14 +183,16 @@ def run_processes(arguments: argparse.Namespace) -> Record:
             subprocess.Popen([sys.executable, "-m", "megamoe", *_child_options(arguments, i, out)])
             for i, out in enumerate(outs)
         ]
+        ended: list[int] = []
         try:
             while any(child.poll() is None for child in children):
                 time.sleep(0.2)
                 if not arguments.keep_going and any(child.poll() not in (None, 0) for child in children):
                     break
         finally:
-            for child in children:
-                child.terminate()
+            ended = [i for i, child in enumerate(children) if child.poll() is None]
+            for i in ended:
+                children[i].terminate()
             for child in children:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(timeout=LAST_CALL_S)
@@ -201,21 +200,33 @@ def run_processes(arguments: argparse.Namespace) -> Record:
                 child.wait()
         records = [json.loads(out.read_text()) if out.exists() else None for out in outs]
     statuses = [child.returncode for child in children]
-    return merge(records, statuses, time.monotonic() - begin)
+    return merge(records, statuses, time.monotonic() - begin, ended)
 
 
-def merge(records: Sequence[Record | None], statuses: Sequence[int], wall_seconds: float) -> Record:
+BY_US = (-signal.SIGTERM, -signal.SIGKILL)
+"""Statuses of a process that was told to end before it listened, or did not end in time."""
+
+
+def merge(
+    records: Sequence[Record | None], statuses: Sequence[int], wall_seconds: float, ended: Sequence[int] = ()
+) -> Record:
     """One record of what processes that ran at once did.
 
     Args:
         records: of each process, None: it was ended, or died, before it wrote one.
         statuses: exit statuses. wall_seconds: from the start of the first to the end of the last.
+        ended: processes that were told to end. Whatever else died is a failure, also behind its record.
     """
     there = [record for record in records if record is not None]
     failures = [failure for record in there for failure in record["failures"]]
     lost = [i for i, record in enumerate(records) if record is None]
-    died = [i for i in lost if statuses[i] > 0]
-    failures += [f"process {i} died with status {statuses[i]} and left no record" for i in died]
+    for i, (record, status) in enumerate(zip(records, statuses, strict=True)):
+        if i in ended and status in BY_US:
+            continue
+        if record is None:
+            failures.append(f"process {i} died with status {status} and left no record")
+        elif status not in (0, 1):  # 1: its failures are in the record
+            failures.append(f"process {i} died with status {status} behind its record")
     if not there:
         return {
             "processes": len(records),
@@ -257,9 +268,3 @@ def _child_options(arguments: argparse.Namespace, index: int, out: Path) -> list
 
 def _text(level: float | None) -> str:
     return "equal" if level is None or level == float("inf") else f"{level:.1f}"
-
-
-def _gpu(device: torch.device) -> str | None:
-    with contextlib.suppress(RuntimeError, AssertionError):
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return None

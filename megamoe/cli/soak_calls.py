@@ -9,13 +9,14 @@ from typing import Any, Literal
 import torch
 
 from megamoe.cli.problem import ROUTINGS, Problem, ProblemSpec, make_problem
+from megamoe.cli.stages import have_same_bits
 from megamoe.comm import LocalWorld
 from megamoe.context import MoEContext
 from megamoe.experts import Experts
 from megamoe.gates import GATES, sqnr_db
 from megamoe.overlap import OverlapConfig
 from megamoe.recipe import BLOCK, Recipe
-from megamoe.routing_plan import experts_per_rank
+from megamoe.routing_plan import most_rows
 
 SIZES = ((256, 128), (384, 384), (1024, 512), (2048, 768), (128, 128))
 """(H, I) that calls draw from: few, because kernels are compiled for each."""
@@ -130,9 +131,7 @@ def rows_needed(problem: Problem) -> int:
     spec = problem.spec
     ids = torch.cat(problem.topk_ids).flatten().long()
     counts = torch.bincount(ids[ids >= 0], minlength=spec.num_experts)
-    aligned = (counts + BLOCK - 1) // BLOCK * BLOCK
-    each = experts_per_rank(spec.num_experts, spec.num_ranks)
-    return max(int(aligned.view(-1, each).sum(1).max()), BLOCK)
+    return max(most_rows(counts, spec.num_ranks), BLOCK)
 
 
 def results(problem: Problem, drawn: Drawn, backend: str) -> dict[str, torch.Tensor]:
@@ -174,9 +173,15 @@ def results(problem: Problem, drawn: Drawn, backend: str) -> dict[str, torch.Ten
 
 @dataclasses.dataclass
 class Compared:
-    """A call's outcome. levels: SQNR in dB of each tensor against the other backend. faults: what was wrong."""
+    """A call's outcome.
+
+    Attributes:
+        levels: SQNR in dB of each tensor against the other backend. equal: tensors that have its bytes.
+        faults: what was wrong.
+    """
 
     levels: dict[str, float]
+    equal: list[str]
     faults: list[str]
 
 
@@ -193,13 +198,9 @@ def compare(drawn: Drawn, backend: str, against: str, device: torch.device) -> C
         faults += _different(found, results(problem, drawn, backend), "called again")
     if drawn.is_on_one:
         faults += _different(found, results(problem.on_one_rank(), drawn, backend), "on one rank")
-    return Compared(levels, faults)
+    return Compared(levels, [name for name in found if have_same_bits(found[name], want[name])], faults)
 
 
 def _different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], where: str) -> list[str]:
-    names = [
-        name
-        for name in a
-        if not torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8))
-    ]
+    names = [name for name in a if not have_same_bits(a[name], b[name])]
     return [f"other bits {where}: {', '.join(names)}"] if names else []

@@ -364,7 +364,7 @@ def _judge(stage: str, got: Value, emulated: Value, oracle: Oracle, gates: Gates
         experts = oracle.expert_P.unique().tolist()
         figures = [sqnr_db(tensor[oracle.expert_P == e], want[oracle.expert_P == e]) for e in experts]
         expert_db, expert = min((-1e9 if f != f else f, e) for f, e in zip(figures, experts, strict=True))
-    is_bitwise = all(torch.equal(_integers(a), _integers(b)) for a, b in zip(got.bits, emulated.bits, strict=True))
+    is_bitwise = all(have_same_bits(a, b) for a, b in zip(got.bits, emulated.bits, strict=True))
     emulation_db = sqnr_db(tensor, emulated.tensor.double())
     failures: list[str] = []
 
@@ -384,9 +384,9 @@ def _judge(stage: str, got: Value, emulated: Value, oracle: Oracle, gates: Gates
     return Verdict(stage, whole_db, error, ratio, row, expert_db, expert, is_bitwise, emulation_db, tuple(failures))
 
 
-def _integers(x: torch.Tensor) -> torch.Tensor:
-    views: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.contiguous().view(views[x.element_size()])
+def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal byte for byte: 0 and -0 are not, NaN may be."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def verify_problem(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import statistics
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ FLUSH_BYTES = 256 << 20
 """More than any L2 cache holds."""
 HEAD_START_CYCLES = 2_000_000
 """About a millisecond, in which the host issues all launches of a call, so that its own time is not measured."""
+
+BETWEEN_READINGS_S = 0.02
+"""From one reading of the clock to the next, beside what a reading takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +31,14 @@ class Timing:
         us: median of single launches, each behind a flush of the L2 cache.
         us_min, us_max: of the same launches.
         us_sustained: mean of back-to-back launches, at the clock that the card holds under this load.
+        clock_mhz: this clock, the median of readings during these launches; None where none fell into them.
     """
 
     us: float
     us_min: float
     us_max: float
     us_sustained: float
+    clock_mhz: int | None = None
 
 
 def time_variants(
@@ -72,8 +79,12 @@ def time_variants(
         us = statistics.median(samples[name])
         seconds = sustained_s / 6 if name in brief else sustained_s
         count = max(1, round(seconds * 1e6 / max(us, 1.0)))
-        sustained = _repeated(run, count, device) if sustained_s else us
-        times[name] = Timing(us, min(samples[name]), max(samples[name]), sustained)
+        sustained, clock = us, None
+        if sustained_s:
+            with sampled_clock(device) as readings:
+                sustained = _repeated(run, count, device)
+            clock = median_clock(readings)
+        times[name] = Timing(us, min(samples[name]), max(samples[name]), sustained, clock)
         progress(name)
     return times
 
@@ -119,11 +130,41 @@ def captured(run: Callable[[], object], device: torch.device, pool: Any = None) 
     return graph.replay
 
 
+@contextlib.contextmanager
+def sampled_clock(device: torch.device) -> Iterator[list[int]]:
+    """Readings of the SM clock while the block runs; one that ends behind it doesn't count."""
+    readings: list[int] = []
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            clock = clock_mhz(device)
+            if clock is None:
+                return
+            if not is_over.is_set():
+                readings.append(clock)
+            is_over.wait(BETWEEN_READINGS_S)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield readings
+    finally:
+        is_over.set()
+        reader.join()
+
+
+def median_clock(readings: Sequence[int]) -> int | None:
+    """Of readings of a clock in MHz; None without any."""
+    return round(statistics.median(readings)) if readings else None
+
+
 def clock_mhz(device: torch.device) -> int | None:
     """The SM clock of a CUDA device now, as nvidia-smi reads it; None where there is none."""
     if device.type != "cuda":
         return None
-    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={device.index or 0}"]
+    uuid = torch.cuda.get_device_properties(device).uuid  # nvidia-smi counts devices that this process may not see
+    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id=GPU-{uuid}"]
     try:
         return int(subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):

@@ -17,18 +17,19 @@ import torch
 
 from megamoe.backends import BACKENDS, Problem, resolve
 from megamoe.cli import group_run
-from megamoe.cli.problem import SHAPES, ProblemSpec, Shape
-from megamoe.errors import MegaMoEValueError, expected
+from megamoe.cli.options import refuse_given, within, writable
+from megamoe.cli.problem import ROUTINGS, ProblemSpec, shape_of, spread
 from megamoe.recipe import Recipe
+
+OF_BACKWARD = {"--steal-us": "steal_us", "--delay-us": "delay_us"}
+"""Options of a backward on virtual ranks alone, with their fields."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `megamoe trace`."""
     parser.add_argument("--shape", default="A", help="A, B, C or E,H,I,K")
-    parser.add_argument(
-        "--tokens", type=int, default=0, help="T, over all ranks; default: that of the shape, else 8192"
-    )
-    parser.add_argument("--routing", default="uniform", help="uniform, zipf, ... as in `megamoe bench`")
+    parser.add_argument("--tokens", type=int, help="T, over all ranks; default: that of the shape, else 8192")
+    parser.add_argument("--routing", default="uniform", choices=ROUTINGS, help="as in `megamoe bench`")
     parser.add_argument("--ranks", type=int, default=1, help="virtual ranks, all traced")
     parser.add_argument("--pass", dest="direction", choices=("forward", "backward"), default="forward")
     parser.add_argument("--save", action="store_true", help="trace a training forward; a backward always follows one")
@@ -36,32 +37,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steal-us", type=float, default=0.0, help="of a backward on several virtual ranks: OverlapConfig"
     )
     parser.add_argument(
-        "--delay-us", type=int, default=0, help="rows of dX arrive so much later, as over a slow network"
+        "--delay-us", type=int, default=0, help="of a backward: rows of dX arrive so much later, as over a slow network"
     )
     parser.add_argument("--out", default="trace", help="writes OUT.json (Chrome, Perfetto) and OUT.png")
 
 
-def shape_of(name: str, tokens: int) -> Shape:
-    """A shape by its name or by its four numbers, with `tokens` unless that is 0."""
-    if name in SHAPES:
-        shape = SHAPES[name]
-    else:
-        parts = name.split(",")
-        if len(parts) != 4 or not all(p.isdigit() for p in parts):
-            raise MegaMoEValueError(expected("--shape", f"{', '.join(SHAPES)} or E,H,I,K", repr(name)))
-        experts, hidden, inter, top_k = (int(p) for p in parts)
-        shape = Shape(experts, hidden, inter, top_k, 8192)
-    return dataclasses.replace(shape, num_tokens=tokens or shape.num_tokens)
+def check_options(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be traced, and files that cannot be written.
+
+    Raises:
+        MegaMoEValueError: the first that is wrong.
+    """
+    if group_run.launched():
+        more = {"--ranks": "ranks", "--pass": "direction", "--routing": "routing"}
+        refuse_given(arguments, add_arguments, more | OF_BACKWARD, "under torchrun")
+    elif arguments.direction == "forward":
+        refuse_given(arguments, add_arguments, OF_BACKWARD, "without --pass backward")
+    elif arguments.ranks == 1:
+        refuse_given(arguments, add_arguments, {"--steal-us": "steal_us"}, "with one rank")
+    within("--steal-us", arguments.steal_us, 0, 1000)
+    within("--delay-us", arguments.delay_us, 0, 1_000_000)
+    for file in files_of(arguments):
+        writable("--out", file)
+
+
+def files_of(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """The JSON and the PNG file of `--out`."""
+    return Path(f"{arguments.out}.json"), Path(f"{arguments.out}.png")
 
 
 def trace_main(arguments: argparse.Namespace) -> int:
     """Runs the fused kernel a few times with stamps; the last time is shown."""
     if not group_run.launched():
-        return show(traced(arguments), arguments)
-    from megamoe.cli.trace_group import traced_over
+        spec = spread(shape_of("--shape", arguments.shape, arguments.tokens), arguments.ranks, arguments.routing)
+        check_options(arguments)
+        return show(traced(arguments, spec), arguments)
+    from megamoe.cli.trace_group import spec_of, traced_over
 
+    spec = spec_of(arguments, group_run.num_processes())
+    check_options(arguments)
     with group_run.membership("cuda") as member:
-        events = traced_over(member, arguments)
+        events = traced_over(member, spec, arguments.save)
         return show(events, arguments) if member.rank == 0 else 0
 
 
@@ -72,30 +88,27 @@ def show(events: list, arguments: argparse.Namespace) -> int:
     print(trace.table(trace.shares(events)))
     print(f"One launch, {(max(e.end_ns for e in events) - min(e.begin_ns for e in events)) / 1e3:.0f} us. Loading and")
     print("computing include waits for the other inside a tile; what is missing to 100 % is idle, or not yet begun.")
-    out = Path(arguments.out)
-    out.with_suffix(".json").write_text(json.dumps(trace.chrome(events)))
-    trace.timeline(events, str(out.with_suffix(".png")))
-    print(f"wrote {out.with_suffix('.json')} and {out.with_suffix('.png')}")
+    chrome, picture = files_of(arguments)
+    chrome.write_text(json.dumps(trace.chrome(events)))
+    trace.timeline(events, str(picture))
+    print(f"wrote {chrome} and {picture}")
     return 0
 
 
-def traced(arguments: argparse.Namespace) -> list:
+def traced(arguments: argparse.Namespace, spec: ProblemSpec) -> list:
     """The events of all ranks in one launch each."""
-    shape, ranks = shape_of(arguments.shape, arguments.tokens), arguments.ranks
-    per_rank = tuple(shape.num_tokens // ranks for _ in range(ranks))
-    hidden, experts, top_k = shape.hidden, shape.num_experts, shape.top_k
-    _refuse_without_cute(shape, ranks)
+    ranks = spec.num_ranks
+    _refuse_without_cute(spec)
 
     from cute_kernels import launch, trace
     from cute_kernels.tile_config import TileConfig
     from megamoe.cli.bench_problem import BenchProblem
 
-    spec = ProblemSpec(per_rank, hidden, shape.intermediate, experts, top_k, arguments.routing)
     problem = BenchProblem(spec, Recipe(), torch.device("cuda"))
     is_backward = arguments.direction == "backward"
     weights = problem.experts(BACKENDS["cute"], transposed=is_backward)
     config = dataclasses.replace(TileConfig(), trace=True)
-    sizes = dict(hidden=hidden, num_experts=experts, top_k=top_k, max_tokens=max(*per_rank, 1))
+    sizes = dict(hidden=spec.hidden, num_experts=spec.num_experts, top_k=spec.top_k, max_tokens=max(spec.num_tokens))
     with launch.LocalWorld(ranks, **sizes) as world:
         buffers = [torch.zeros(trace.num_words(w.num_ctas), dtype=torch.int64, device="cuda") for w in world.workspaces]
         stamps: dict[str, Any] = {"config": config, "traces": buffers, "streams": world.streams}
@@ -139,17 +152,17 @@ def _stealing(backward: Callable[..., object], saved: list[Any], steal_us: float
     backward(steals=offers)
 
 
-def _refuse_without_cute(shape: Shape, num_ranks: int) -> None:
+def _refuse_without_cute(spec: ProblemSpec) -> None:
     resolve(
         "cute",
         Problem.of(
             torch.device("cuda" if torch.cuda.is_available() else "cpu"),
             Recipe(),
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            num_ranks=num_ranks,
-            world="one" if num_ranks == 1 else "local",
+            hidden_size=spec.hidden,
+            intermediate_size=spec.intermediate,
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            num_ranks=spec.num_ranks,
+            world="one" if spec.num_ranks == 1 else "local",
         ),
     )

@@ -13,14 +13,22 @@ import torch
 import torch.distributed as dist
 
 from megamoe.backends.cute_groups import needed
-from megamoe.cli.bench_group import Share, shape_of
+from megamoe.cli.bench_group import GROUP_SHAPES, Share
 from megamoe.cli.group_run import Member, backend_of
-from megamoe.cli.problem import ProblemSpec
+from megamoe.cli.problem import ProblemSpec, shape_of, spread
 from megamoe.comm import GroupTransport
 from megamoe.recipe import Recipe
 
 
-def traced_over(member: Member, arguments: argparse.Namespace) -> list:
+def spec_of(arguments: argparse.Namespace, num_ranks: int) -> ProblemSpec:
+    """What the options name, with as many tokens on every rank; T of a shape is that of each."""
+    shape = shape_of("--shape", arguments.shape, arguments.tokens, GROUP_SHAPES)
+    if arguments.tokens is None:
+        shape = dataclasses.replace(shape, num_tokens=shape.num_tokens * num_ranks)
+    return spread(shape, num_ranks, option="--nproc-per-node")
+
+
+def traced_over(member: Member, spec: ProblemSpec, saves: bool) -> list:
     """The events of all ranks in one launch each, on rank 0 (elsewhere those of all ranks too). A collective.
 
     GPUs have clocks of their own: the end of the wait for all headers, which the last of them ends everywhere within
@@ -30,9 +38,6 @@ def traced_over(member: Member, arguments: argparse.Namespace) -> list:
     from cute_kernels.symmetric import SymmetricWorkspace
     from cute_kernels.tile_config import TileConfig
 
-    shape = shape_of(arguments.shape)
-    each = (arguments.tokens or shape.num_tokens * member.num_ranks) // member.num_ranks
-    spec = ProblemSpec((each,) * member.num_ranks, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
     recipe = Recipe()
     backend = backend_of("cute", spec, recipe, member, "symmetric")
     share = Share(member, spec)
@@ -40,7 +45,7 @@ def traced_over(member: Member, arguments: argparse.Namespace) -> list:
     transport = GroupTransport(member.group, backend.steps)
     _, rows = needed(transport, share.ids, spec.num_experts, None)
     sizes: dict[str, Any] = dict(hidden=spec.hidden, num_experts=spec.num_experts, top_k=spec.top_k)
-    sizes |= dict(max_tokens=max(each, 1), capacity_rows=rows, device=member.device)
+    sizes |= dict(max_tokens=max(spec.num_tokens), capacity_rows=rows, device=member.device)
     with SymmetricWorkspace(member.group, **sizes) as workspace:
         stamps = torch.zeros(trace.num_words(workspace.num_ctas), dtype=torch.int64, device=member.device)
         inputs = [share.x], [share.ids], [share.p], [experts.fused]
@@ -49,7 +54,7 @@ def traced_over(member: Member, arguments: argparse.Namespace) -> list:
             stamps.zero_()
             torch.cuda.synchronize()
             dist.barrier(member.group, device_ids=[member.device.index or 0])
-            launch.fused_forward([workspace], *inputs, config=config, traces=[stamps], save=arguments.save)
+            launch.fused_forward([workspace], *inputs, config=config, traces=[stamps], save=saves)
             torch.cuda.synchronize()
         workspace.check()
         mine = trace.events(stamps, workspace.num_ctas, member.rank * workspace.num_ctas)

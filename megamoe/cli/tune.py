@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,15 +18,15 @@ import torch.distributed as dist
 
 from megamoe.backends import BACKENDS
 from megamoe.cli.bench import Progress
-from megamoe.cli.problem import ROUTINGS, ProblemSpec, draw_topk_ids, spelled_as_options
+from megamoe.cli.group_run import Member, launched, membership
+from megamoe.cli.options import device_of, integers, numbers, refuse_given, within, writable
+from megamoe.cli.problem import ROUTINGS, ProblemSpec, draw_topk_ids, shape_of, spelled_as_options, spread
 from megamoe.cli.timing import time_variants
-from megamoe.cli.trace import shape_of
-from megamoe.cli.verify import device_of, integers
 from megamoe.comm import LocalWorld
 from megamoe.config import MoEConfig
-from megamoe.errors import MegaMoEError, MegaMoEValueError, expected
+from megamoe.errors import MegaMoEError, MegaMoEValueError
 from megamoe.layer import MegaMoE
-from megamoe.overlap import OverlapConfig, OverlapKey, read_overlap, write_overlap
+from megamoe.overlap import OverlapConfig, OverlapKey, read_entries, read_overlap, write_overlap
 from megamoe.recipe import Recipe
 
 Timer = Callable[[Mapping[str, Callable[[], object]], torch.device, int, Callable[[str], None]], dict[str, float]]
@@ -40,9 +39,9 @@ FUSED_ONLY = ("reserve_sms", "lag", "pull_batch")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `megamoe tune`."""
     parser.add_argument("--shape", default="A", help="A, B, C or E,H,I,K")
-    parser.add_argument("--tokens", type=int, default=0, help="T, over all ranks; default: that of the shape")
+    parser.add_argument("--tokens", type=int, help="T, over all ranks; default: that of the shape")
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS)
-    parser.add_argument("--ranks", type=int, default=1, help="virtual ranks; with torchrun its processes")
+    parser.add_argument("--ranks", type=int, default=1, help="virtual ranks; under torchrun they are its processes")
     parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
     parser.add_argument("--wgrad-operands", choices=("bf16", "fp8"), help="default: the recipe's")
     parser.add_argument("--clamp", type=float, help="limit of the gated activation")
@@ -219,8 +218,8 @@ def _why_not(
     """Why a setting takes no part; "" if it does, and then it has run twice. The same on all ranks."""
     note = ""
     try:
-        if any(digest(step(overlap)) != want for _ in range(2)):
-            note = "other bits"
+        found = [digest(step(overlap)) for _ in range(2)]  # both before any is judged: other ranks make both too
+        note = "" if found == [want, want] else "other bits"
     except (MegaMoEError, ValueError, AssertionError) as error:
         note = f"refused: {str(error).splitlines()[0][:70]}"
     if group is not None:
@@ -235,51 +234,49 @@ def _why_not(
 
 def space_of(args: argparse.Namespace, is_fused: bool, ranks: int) -> dict[str, Sequence[Any]]:
     """The values to try, by field; tasks are stolen "inline" only, so this is known before other modes are tried."""
-    space: dict[str, Sequence[Any]] = {}
-    if is_fused and ranks > 1:
-        space["steal_us"] = numbers("--steal-us", args.steal_us)
-    space["wgrad"] = args.wgrad.split(",")
-    if is_fused:
-        space |= {name: integers(f"--{name.replace('_', '-')}", getattr(args, name)) for name in FUSED_ONLY}
+    space: dict[str, Sequence[Any]] = {"steal_us": numbers("--steal-us", args.steal_us), "wgrad": args.wgrad.split(",")}
+    space |= {name: integers(f"--{name.replace('_', '-')}", getattr(args, name)) for name in FUSED_ONLY}
     with spelled_as_options():
         for name, values in space.items():
             for value in values:
                 OverlapConfig(**{name: value})  # what it refuses, it refuses now
-    return space
+    unused = {"steal_us"} if ranks == 1 else set()
+    unused |= set() if is_fused else {"steal_us", *FUSED_ONLY}
+    return {name: values for name, values in space.items() if name not in unused}
 
 
-def numbers(argument: str, text: str) -> tuple[float, ...]:
-    """A comma-separated list of numbers."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise MegaMoEValueError(expected(argument, "numbers separated by commas", repr(text))) from None
-
-
-def problem_of(args: argparse.Namespace, group: Any) -> tuple[MoEConfig, ProblemSpec, int]:
-    """The layer's sizes, this process's tokens, and R."""
-    shape = shape_of(args.shape, args.tokens)
-    ranks = args.ranks if group is None else dist.get_world_size(group)
-    if ranks < 1 or shape.num_tokens % ranks or shape.num_experts % ranks:
-        contract = f"a divisor of {shape.num_tokens} tokens and {shape.num_experts} experts"
-        raise MegaMoEValueError(expected("--ranks", contract, ranks))
+def problem_of(args: argparse.Namespace, rank: int | None, ranks: int) -> tuple[MoEConfig, ProblemSpec]:
+    """The layer's sizes and this process's tokens: those of one rank of a group, or of all R (`rank` None)."""
+    shape = shape_of("--shape", args.shape, args.tokens)
+    spec = spread(shape, ranks, args.routing, "--ranks" if rank is None else "--nproc-per-node")
     config = MoEConfig(shape.hidden, shape.intermediate, shape.num_experts, shape.top_k, clamp=args.clamp)
-    each = shape.num_tokens // ranks
-    seed = 0 if group is None else dist.get_rank(group)
-    tokens = (each,) * (1 if group is not None else ranks)
-    sizes = (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
-    return config, ProblemSpec(tokens, *sizes, args.routing, seed), ranks
+    if rank is None:
+        return config, spec
+    return config, dataclasses.replace(spec, num_tokens=spec.num_tokens[:1], seed=rank)
 
 
 def tune_main(args: argparse.Namespace, timer: Timer = measure) -> int:
     """Run `megamoe tune`; returns its exit status."""
-    if args.rounds < 1:
-        raise MegaMoEValueError(expected("--rounds", "at least 1", args.rounds))
-    device, group = device_of(args.device), _join(args.device)
-    is_first = group is None or dist.get_rank(group) == 0
+    within("--rounds", args.rounds, 1)
+    within("--least-gain", args.least_gain, 0, 100)
+    if not launched():
+        return tune_on(args, timer, device_of(args.device))
+    refuse_given(args, add_arguments, {"--ranks": "ranks"}, "under torchrun")
+    with membership(args.device) as member:
+        return tune_on(args, timer, member.device, member)
+
+
+def tune_on(args: argparse.Namespace, timer: Timer, device: torch.device, member: Member | None = None) -> int:
+    """Measure and write, as one process or as one of several (`member`); rank 0 of them prints and writes."""
+    group, rank = (member.group, member.rank) if member else (None, None)
+    is_first = not rank
+    ranks = member.num_ranks if member else args.ranks
     with spelled_as_options():
-        config, spec, ranks = problem_of(args, group)
+        config, spec = problem_of(args, rank, ranks)
         recipe = Recipe(clamp=args.clamp, wgrad_operands=args.wgrad_operands)
+    space_of(args, is_fused=True, ranks=ranks)  # refuses what is wrong before layers are made
+    if is_first:
+        check_out(args.out)
     world = group if group is not None else LocalWorld(ranks) if ranks > 1 else None
     layers = TwoLayers(config, recipe, args.backend, spec, world, device)
     backend = layers.layers[0].backend_name()
@@ -300,9 +297,16 @@ def tune_main(args: argparse.Namespace, timer: Timer = measure) -> int:
         assert read_overlap(args.out, key) == best
         gain = f", {1 - won / base:.1%} faster than the defaults" if won and base and best != OverlapConfig() else ""
         print(f"best: {best}{gain}\nwrote {args.out}: MegaMoE(..., overlap={args.out!r})")
-    if group is not None:
-        dist.destroy_process_group()
     return 0
+
+
+def check_out(path: str) -> None:
+    """Refuse a file that cannot be written, or that holds something else, before anything is measured."""
+    if writable("--out", path).exists():
+        try:
+            read_entries(path)
+        except MegaMoEValueError as error:
+            raise MegaMoEValueError("--out" + str(error).removeprefix("overlap")) from error
 
 
 class Table:
@@ -317,14 +321,3 @@ class Table:
         else:
             change = row.us / row.us_default - 1
             print(f"{row.overlap!s:<52}{row.us / 1e3:>9.3f}{change:>+13.1%}  {row.note}".rstrip(), flush=True)
-
-
-def _join(device: str | None) -> Any:
-    """The group of torchrun's processes; None without it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return None
-    if not dist.is_initialized():
-        dist.init_process_group("gloo" if device == "cpu" or not torch.cuda.is_available() else "nccl")
-    if torch.cuda.is_available() and device != "cpu":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return dist.group.WORLD

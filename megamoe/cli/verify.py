@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,8 @@ import torch
 
 from megamoe._version import __version__
 from megamoe.cli import group_run
-from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, Shape, make_problem, spelled_as_options
+from megamoe.cli.options import MOST_SEED, device_of, integers, refuse_given, within
+from megamoe.cli.problem import ROUTINGS, SHAPES, ProblemSpec, make_problem, spelled_as_options, spread
 from megamoe.cli.stages import Verdict, verify_problem
 from megamoe.errors import MegaMoEValueError, expected
 from megamoe.recipe import Recipe
@@ -57,49 +57,28 @@ def tokens_of(text: str, num_ranks: int | None) -> tuple[int, ...]:
     return counts
 
 
-def device_of(text: str | None) -> torch.device:
-    """The device that `--device` names; None: cuda where there is one, else cpu."""
-    try:
-        device = torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise MegaMoEValueError(expected("--device", "cpu, cuda or cuda:N", repr(text))) from None
-    num_cuda = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= num_cuda):
-        here = "cpu" + (f" or one of {num_cuda} CUDA devices" if num_cuda else ", as torch sees no CUDA device")
-        raise MegaMoEValueError(expected("--device", here, repr(text)))
-    return device
-
-
-def integers(argument: str, text: str) -> tuple[int, ...]:
-    """A comma-separated list of integers."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise MegaMoEValueError(expected(argument, "integers separated by commas", repr(text))) from None
-
-
 def specs_of(args: argparse.Namespace) -> Iterator[ProblemSpec]:
     """The problems that the options name: every routing with every seed."""
-    routings = list(ROUTINGS) if args.routing == "all" else args.routing.split(",")
-    if args.ranks is not None and args.ranks < 1:
-        raise MegaMoEValueError(expected("--ranks", "at least 1", args.ranks))
+    routings = ROUTINGS if args.routing == "all" else args.routing.split(",")
+    within("--ranks", args.ranks, 1)
     if args.shape is None:
-        shape = Shape(args.experts, args.hidden, args.intermediate, args.top_k, 0)
-        tokens = tokens_of(args.tokens, args.ranks)
+        sizes = (args.hidden, args.intermediate, args.experts, args.top_k)
+        spec = ProblemSpec(tokens_of(args.tokens, args.ranks), *sizes)
     else:
-        shape, num_ranks = SHAPES[args.shape], args.ranks or 1
-        tokens = (shape.num_tokens // num_ranks,) * num_ranks
+        spec = spread(SHAPES[args.shape], args.ranks or 1)
     for routing in routings:
         for seed in integers("--seeds", args.seeds):
-            yield ProblemSpec(
-                num_tokens=tokens,
-                hidden=shape.hidden,
-                intermediate=shape.intermediate,
-                num_experts=shape.num_experts,
-                top_k=shape.top_k,
-                routing=routing,
-                seed=seed,
-            )
+            within("--seeds", seed, 0, MOST_SEED)
+            yield dataclasses.replace(spec, routing=routing, seed=seed)
+
+
+def ranks_of_group(args: argparse.Namespace) -> int:
+    """R under torchrun, which is the number of its processes."""
+    refuse_given(args, add_arguments, {"--json": "json"}, "under torchrun")
+    num_ranks = group_run.num_processes()
+    if args.ranks not in (None, num_ranks):
+        raise MegaMoEValueError(expected("--ranks", f"the {num_ranks} processes of torchrun", args.ranks))
+    return num_ranks
 
 
 def verify_main(args: argparse.Namespace) -> int:
@@ -107,9 +86,10 @@ def verify_main(args: argparse.Namespace) -> int:
     with spelled_as_options():
         recipe = Recipe(args.precision, args.scale_format, args.clamp, args.wgrad_operands)
         if group_run.launched():
-            args.ranks = args.ranks or int(os.environ["WORLD_SIZE"])
+            args.ranks = ranks_of_group(args)
             specs = list(specs_of(args))
             return group_run.verify_group(specs, recipe, args)
+        refuse_given(args, add_arguments, {"--transport": "transport"}, "without torchrun")
         specs = list(specs_of(args))
     device = device_of(args.device)
     reports: list[dict[str, object]] = []

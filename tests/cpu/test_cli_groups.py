@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytest.importorskip("cutlass")
 
 from benchmarks.records import is_stale, validate
 from cute_kernels.trace import Event
-from megamoe.cli import bench_group, group_run
+from megamoe.cli import bench_group, build_parser, group_run, main
 from megamoe.cli.group_run import Member, verify_over
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.cli.trace_group import on_one_clock
@@ -117,10 +118,11 @@ def test_bench_under_torchrun(tmp_path):
 
 def benched(rank):
     by_emulation()
-    arguments = argparse.Namespace(precision="fp8", bench="forward,fwd_bwd", rounds=2)
+    arguments = argparse.Namespace(precision="fp8", rounds=2)
     spec = ProblemSpec((24, 24), 128, 128, 4, 2)
     variants = ["cute_symmetric", "cute_nccl"]
-    return bench_group.bench_case("tiny", spec, variants, arguments, Member(dist.group.WORLD, CPU))
+    member = Member(dist.group.WORLD, CPU)
+    return bench_group.bench_case("tiny", spec, variants, bench_group.PASSES, arguments, member)
 
 
 def test_bench_shows_the_parts_beside_the_whole():
@@ -130,10 +132,135 @@ def test_bench_shows_the_parts_beside_the_whole():
     whole, math, exchange = (found["forward", name] for name in ("cute_symmetric", "math", "exchange"))
     assert whole["us_math_plus_exchange"] == pytest.approx(math["us"] + exchange["us"])
     assert whole["bytes_back_per_rank"] == 2 * whole["bytes_out_per_rank"] > 0
-    assert found["forward", "cute_nccl"]["least_sqnr_db"] is None, "the bits of the first variant"
+    first, second = (found["forward", name] for name in ("cute_symmetric", "cute_nccl"))
+    assert (first["equal_bits"], second["equal_bits"]) == (None, True) and second["least_sqnr_db"] is None
+    assert all(r["emulation_db"] is None or r["emulation_db"] > 40 for r in (first, second))
+    assert "emulation_db" not in math and math["kernel_hash"] == whole["kernel_hash"], "stale with the fused kernel"
     assert exchange["tflops"] is None and found["fwd_bwd", "cute_nccl"]["tflops"] > 0
     assert not validate(records), "as all records are"
     assert not any(is_stale(r) for r in records)
+
+
+class Alone:
+    """Stands for a member: what it gathers is its own."""
+
+    device = CPU
+
+    def gather(self, value):
+        return [value]
+
+
+def results_of(**changes):
+    """Results of a run, some of them changed."""
+    g = torch.Generator().manual_seed(0)
+    found = {name: torch.randn(6, 8, generator=g) for name in ("out", "dx", "dp")}
+    found |= {name: torch.randn(3, 4, 8, generator=g) for name in ("dW13", "dW2")}
+    for name, change in changes.items():
+        change(found[name])
+    return found
+
+
+def compared(monkeypatch, **variants):
+    """`compare` of variants that computed this, beside an emulation that computed the right thing."""
+    emulation = types.SimpleNamespace(results=results_of)
+    monkeypatch.setattr(bench_group, "GroupRun", lambda name, share, recipe, experts: emulation)
+    run = lambda found: types.SimpleNamespace(results=lambda: found, share=None, recipe=Recipe())  # noqa: E731
+    return bench_group.compare({name: run(found) for name, found in variants.items()}, Alone())
+
+
+def nan_at(*place):
+    return lambda tensor: tensor.__setitem__(place, float("nan"))
+
+
+@pytest.mark.parametrize("name, place", [("out", (0, 0)), ("dx", (5, 7)), ("dp", (2, 1)), ("dW13", (2, 3, 0))])
+def test_a_nan_of_any_tensor_has_no_time(monkeypatch, name, place):
+    right, wrong = results_of(), results_of(**{name: nan_at(*place)})
+    with pytest.raises(AssertionError, match="second against the emulation"):
+        compared(monkeypatch, first=right, second=wrong)
+    with pytest.raises(AssertionError, match="first against the emulation"):
+        compared(monkeypatch, first=wrong)
+
+
+def test_what_was_compared_with_what_is_in_the_record(monkeypatch):
+    noise = lambda t: t.mul_(1.001)  # noqa: E731
+    found = compared(monkeypatch, a=results_of(), b=results_of(), c=results_of(dp=noise))
+    assert found["a"] == {"emulation_db": None, "least_sqnr_db": None, "equal_bits": None}
+    assert found["b"] == {"emulation_db": None, "least_sqnr_db": None, "equal_bits": True}
+    assert 59 < found["c"]["least_sqnr_db"] < 61 and found["c"]["equal_bits"] is False
+
+
+def test_gradients_of_an_earlier_variant_do_not_count():
+    run = object.__new__(bench_group.GroupRun)
+    run.share = types.SimpleNamespace(grads=(torch.ones(2, 4, 4), torch.ones(2, 4, 4)))
+    run.forward, run.fwd_bwd = lambda: None, lambda: types.SimpleNamespace(dx=[None], dp=[None])  # write nothing
+    assert run.results()["dW13"].isnan().all() and run.results()["dW2"].isnan().all()
+
+
+def as_one_of_two(monkeypatch):
+    """As torchrun would start this process; nobody is there to meet."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_PORT", "0"), ("MASTER_ADDR", "x")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--routing", "zipf"], "--routing: expected not to be given under torchrun, got zipf"),
+        (["--suite"], "--suite: expected not to be given under torchrun, got True"),
+        (["--ranks", "4"], "--ranks: expected not to be given under torchrun, got 4"),
+        (["--eager"], "--eager: expected not to be given under torchrun, got True"),
+        (["--sustained", "1"], "--sustained: expected not to be given under torchrun, got 1.0"),
+        (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
+        (["--bench", "forward,dgrad"], "--bench: expected of forward, fwd_bwd, got 'forward,dgrad'"),
+        (["--backends", "cute,cuda"], "--backends: expected of cute, cute_symmetric, cute_nccl, triton, torch, got"),
+        (["--shapes", "V4"], "--shapes: expected A, B, C, V3 or E,H,I,K, got 'V4'"),
+        (["--tokens", "5"], "--nproc-per-node: expected a divisor of 5 tokens and 32 experts, got 2"),
+        (["--tokens-per-rank", "8,-1"], "--tokens-per-rank: expected at least 0, got -1"),
+        (["--device", "cuda:1"], "--device: expected cpu or cuda under torchrun, got 'cuda:1'"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_options_that_mean_nothing_over_processes(options, message, monkeypatch, capsys):
+    as_one_of_two(monkeypatch)
+    assert main(["bench", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"megamoe bench: {message}")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("verify", ["--ranks", "3"], "--ranks: expected the 2 processes of torchrun, got 3"),
+        ("verify", ["--json"], "--json: expected not to be given under torchrun, got True"),
+        ("verify", ["--tokens", "1,2,3"], "--tokens: expected one T, or one for each of the 2 ranks, got 1,2,3"),
+        ("tune", ["--ranks", "4"], "--ranks: expected not to be given under torchrun, got 4"),
+    ],
+)
+def test_other_commands_over_processes(command, options, message, monkeypatch, capsys):
+    as_one_of_two(monkeypatch)
+    assert main([command, *options]) == 2
+    assert capsys.readouterr().err.startswith(f"megamoe {command}: {message}")
+
+
+def test_all_variants_and_benches_by_default_and_no_other_than_was_asked_for():
+    parse = build_parser("bench").parse_args
+    assert bench_group.selected(parse([])) == (["cute_symmetric", "cute_nccl", "triton"], ["forward", "fwd_bwd"])
+    options = parse(["--backends", "cute,torch", "--bench", "forward"])
+    assert bench_group.selected(options) == (["cute_symmetric", "cute_nccl", "torch"], ["forward"])
+    assert bench_group.selected(parse(["--backends", "cute_nccl"]))[0] == ["cute_nccl"]
+    ((_, spec),) = bench_group.specs_of(parse(["--shapes", "V3"]), 2)
+    assert spec.num_tokens == (8192, 8192), "of each rank"
+    ((_, spec),) = bench_group.specs_of(parse(["--shapes", "V3", "--tokens", "8192"]), 2)
+    assert spec.num_tokens == (4096, 4096), "over all ranks"
+
+
+def test_tune_under_torchrun(tmp_path):
+    options = ["--shape", "4,128,128,2", "--tokens", "16", "--wgrad", "inline", "--rounds", "1", "--device", "cpu"]
+    done = torchrun("tune", *options, "--backend", "torch", "--out", str(tmp_path / "overlap.json"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("best: defaults") == 1 and "T=16 uniform R=2" in done.stdout
+    (entry,) = json.loads((tmp_path / "overlap.json").read_text())["settings"]
+    assert entry["ranks"] == 2
 
 
 def test_traces_of_all_gpus_are_put_on_one_clock():

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from megamoe import torch_steps
-from megamoe.cli import main
+from megamoe.cli import main, soak_calls
+from megamoe.cli.records import environment
 from megamoe.cli.soak import SEEDS_A_PROCESS, merge
 from megamoe.cli.soak_calls import RECIPES, SIZES, draw, problem_of, rows_needed
+from megamoe.cli.stages import have_same_bits
+from megamoe.gates import sqnr_db
 from tests.support.source_tree import ROOT
 
 ON_CPU = ["soak", "--backend", "torch", "--against", "torch", "--device", "cpu", "--tokens", "20", "--sizes", "1"]
@@ -123,12 +126,63 @@ def test_merged_records_hide_nothing():
         "lowest_sqnr_db": {"out": None, "dx": 50.0}, "equal_bits": {"out": 10},
     }  # fmt: skip
     other = one | {"calls": 4, "lowest_sqnr_db": {"out": 60.0, "dx": None}, "failures": ["seed 7: bad"]}
-    merged = merge([one, other, None, None], [0, 1, -15, 2], 6.0)
+    merged = merge([one, other, None, None], [0, 1, -15, 2], 6.0, ended=[2])
     assert (merged["calls"], merged["process_seconds"], merged["wall_seconds"]) == (14, 10.0, 6.0)
     assert merged["lowest_sqnr_db"] == {"out": 60.0, "dx": 50.0} and merged["covered"] == {"R=1": 20}
     assert (merged["processes"], merged["processes_without_record"]) == (4, 2)
     assert merged["failures"] == ["seed 7: bad", "process 3 died with status 2 and left no record"]
-    assert merge([None], [1], 1.0)["failures"] and merge([None], [-15], 1.0)["calls"] == 0
+    assert merge([None], [1], 1.0)["failures"] and merge([None], [-15], 1.0, [0])["calls"] == 0
+
+
+def test_a_process_that_dies_is_a_failure_whatever_it_died_of():
+    one = {
+        "seeds": [[0, 9]], "calls": 10, "process_seconds": 5.0, "failures": [], "covered": {},
+        "lowest_sqnr_db": {}, "equal_bits": {},
+    }  # fmt: skip
+    lost = "process 1 died with status {} and left no record"
+    for status in (-11, -6, -9, -15, 0, 1):
+        assert merge([one, None], [0, status], 1.0)["failures"] == [lost.format(status)]
+    assert merge([one, None], [0, -11], 1.0, ended=[1])["failures"] == [lost.format(-11)], (
+        "told to end, but not by that"
+    )
+    for status in (-15, -9):
+        assert merge([one, None], [0, status], 1.0, ended=[1])["failures"] == []
+    assert merge([one, one], [-11, 1], 1.0)["failures"] == ["process 0 died with status -11 behind its record"]
+
+
+def test_a_process_that_crashes_is_the_exit_status(tmp_path, monkeypatch, capsys):
+    """The parent alone knows: a crash writes nothing."""
+    real = subprocess.Popen
+
+    def crash(command, **options):
+        seed = command[command.index("--seed") + 1]
+        return real(["sh", "-c", "kill -SEGV $$"] if seed == "0" else command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", crash)
+    record = tmp_path / "soak.json"
+    assert main([*ON_CPU, "--calls", "1", "--processes", "2", "--keep-going", "--out", str(record)]) == 1
+    assert json.loads(record.read_text())["failures"] == ["process 0 died with status -11 and left no record"]
+    assert "1 failed" in capsys.readouterr().out
+
+
+def test_equal_values_are_not_equal_bytes():
+    a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
+    assert sqnr_db(a, b) == float("inf") and not have_same_bits(a, b) and have_same_bits(a, a.clone())
+    nan = torch.full((2,), float("nan"))
+    assert have_same_bits(nan, nan.clone())
+
+
+def test_a_record_counts_equal_bytes_and_says_where_it_is_from(tmp_path, monkeypatch):
+    """0 for -0: the values are those of the other backend, the bytes are not."""
+    seed = next(s for s in range(99) if not (d := draw(s, 20, 1)).is_again and not d.is_on_one)
+    monkeypatch.setattr(soak_calls, "results", lambda problem, drawn, backend: {
+        "out": torch.tensor([-0.0 if backend == "triton" else 0.0]), "dx": torch.ones(2),
+    })  # fmt: skip
+    record, options = tmp_path / "soak.json", ["--calls", "1", "--seed", str(seed), "--against", "triton"]
+    assert main([*ON_CPU, *options, "--out", str(record)]) == 0
+    found = json.loads(record.read_text())
+    assert found["equal_bits"] == {"dx": 1} and found["lowest_sqnr_db"] == {"out": None, "dx": None}
+    assert environment("torch", torch.device("cpu")).items() <= found.items()
 
 
 def test_no_time_is_no_success():
@@ -143,8 +197,12 @@ def test_no_time_is_no_success():
         ("--calls", "0", "at least 1, got 0"),
         ("--device", "bogus", "cpu, cuda or cuda:N, got 'bogus'"),
         ("--processes", "0", "1 to 64, got 0"),
+        ("--minutes", "-1", "at least 0, got -1.0"),
+        ("--minutes", "nan", "at least 0, got nan"),
+        ("--seed", "-1", "0 to 9223372036854775807, got -1"),
+        ("--out", "/dev/null/soak.json", "a file that can be written, got '/dev/null/soak.json': "),
     ],
 )
 def test_options_that_are_refused(option, value, match, capsys):
-    assert main([*ON_CPU, option, value]) == 1
+    assert main([*ON_CPU, option, value]) == 2
     assert f"{option}: expected {match}" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from megamoe.cli import build_parser, main, tune
 from megamoe.errors import MegaMoEValueError
 from megamoe.overlap import OverlapKey, read_overlap
 from tests.support.distributed import run_ranks
+from tests.support.source_tree import ROOT
 
 CPU = torch.device("cpu")
 SPACE = {"wgrad": ["inline", "stream"], "reserve_sms": [0, 4], "lag": [0, 8, 32], "pull_batch": [0, 2]}
@@ -87,6 +88,14 @@ def test_what_changes_a_bit_is_never_taken():
     assert [(row.us, row.note) for row in rows if str(row.overlap) == "lag=8"] == [(None, "other bits")]
 
 
+def test_a_setting_with_other_bits_runs_as_often_as_on_ranks_where_it_has_none():
+    """A rank that found them at once would meet its peers in another collective than theirs."""
+    kernels, made = Kernels({}, wrong=("lag=8",)), []
+    counted = lambda overlap: made.append(str(overlap)) or kernels.step(overlap)  # noqa: E731
+    tune.search(counted, {"lag": [0, 8, 32]}, CPU, rounds=1, timer=lambda v, *_: dict.fromkeys(v, 1.0))
+    assert (made.count("lag=8"), made.count("lag=32")) == (2, 2)
+
+
 def test_what_does_not_fit_is_named_and_left_out():
     kernels = Kernels({}, refused=("pull_batch=2",))
     _, rows = kernels.search()
@@ -156,10 +165,16 @@ def test_real_steps_over_virtual_ranks(tmp_path, capsys):
         (["--clamp", "-1"], "--clamp: expected a positive finite limit or None, got -1.0"),
         (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
         (["--shape", "8,128"], "megamoe tune: --shape: expected A, B, C or E,H,I,K, got '8,128'"),
+        (["--tokens", "0"], "--tokens: expected at least 1, got 0"),
+        (["--least-gain", "nan"], "--least-gain: expected 0 to 100, got nan"),
+        (["--lag", "0,many"], "--lag: expected integers separated by commas, got '0,many'"),
+        (["--steal-us", "-1"], "--steal-us: expected a number from 0 to 1000, got -1.0"),
+        (["--out", "/dev/null/overlap.json"], "--out: expected a file that can be written, got"),
+        (["--out", str(ROOT / "pyproject.toml")], "--out: expected a file that megamoe tune wrote, got"),
     ],
 )
 def test_refusals(options, match, capsys):
-    assert main(["tune", *SMALL, *options]) == 1
+    assert main(["tune", *SMALL, *options]) == 2
     assert match in capsys.readouterr().err
 
 
@@ -173,4 +188,4 @@ def test_values_of_fused_kernels_are_checked_before_anything_runs():
     assert set(tune.space_of(args, is_fused=True, ranks=1)) == names - {"steal_us"}
     assert set(tune.space_of(args, is_fused=False, ranks=2)) == {"wgrad"}
     with pytest.raises(MegaMoEValueError, match="--steal-us: expected numbers separated by commas, got 'some'"):
-        tune.numbers("--steal-us", "some")
+        tune.space_of(build_parser("tune").parse_args(["--steal-us", "some"]), is_fused=False, ranks=1)

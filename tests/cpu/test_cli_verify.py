@@ -199,14 +199,15 @@ def test_figures_without_a_value_become_null():
         (["--top-k", "-2", "--intermediate", "0"], r"--intermediate: .* got 0\.\n--top-k: expected at least 1, got -2"),
         (["--clamp", "-1"], "verify: --clamp: expected a positive finite limit or None, got -1.0"),
         (["--precision", "bf16", "--wgrad-operands", "fp8"], "--wgrad-operands: expected 'bf16' where precision is"),
+        (["--seeds", "-1"], "--seeds: expected 0 to 9223372036854775807, got -1"),
+        (["--transport", "nccl"], "--transport: expected not to be given without torchrun, got nccl"),
+        (["--shape", "A", "--ranks", "3"], "--ranks: expected a divisor of 8192 tokens and 32 experts, got 3"),
         (["--device", "cpu", "--backend", "cute"], "backend: 'cute' does not run this: "),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
 def test_refusals(options, message, capsys):
-    import re
-
-    assert main(["verify", *options]) == 1
+    assert main(["verify", *options]) == (1 if "cute" in options else 2)
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -250,7 +251,7 @@ def test_a_problem_is_the_same_on_any_number_of_ranks():
 
 @pytest.mark.parametrize("text", ["bogus", "meta", "cuda:99"])
 def test_refuses_devices_that_are_not_here(text, capsys):
-    assert main(["verify", "--device", text]) == 1
+    assert main(["verify", "--device", text]) == 2
     assert re.match(r"megamoe verify: --device: expected cpu.*, got '" + text + "'", capsys.readouterr().err)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import time
+import types
 
 import pytest
 import torch
@@ -49,9 +52,9 @@ def test_a_run_writes_records_and_a_chart(committed, capsys):
 def test_the_suite_writes_all_its_cases(tmp_path, monkeypatch):
     cases = (
         {"shapes": "4,128,128,2", "tokens": 64},
-        {"shapes": "4,128,128,2", "routing": "zipf", "bench": "forward"},
-        {"shapes": "4,128,128,2", "ranks": 2, "bench": "forward"},
-        {"shapes": "4,128,128,2", "precision": "bf16", "bench": "forward"},
+        {"shapes": "4,128,128,2", "tokens": 64, "routing": "zipf", "bench": "forward"},
+        {"shapes": "4,128,128,2", "tokens": 64, "ranks": 2, "bench": "forward"},
+        {"shapes": "4,128,128,2", "tokens": 64, "precision": "bf16", "bench": "forward"},
     )
     monkeypatch.setattr(bench, "SUITE", cases)
     assert bench.bench_main(parse("--suite", "--backends", "torch", "--out", str(tmp_path), "--no-charts")) == 0
@@ -62,7 +65,7 @@ def test_the_suite_writes_all_its_cases(tmp_path, monkeypatch):
 
 
 def test_a_backend_that_fails_has_no_record_and_the_others_do(tmp_path, monkeypatch, capsys):
-    def wrong(problem, run, training):
+    def wrong(problem, run, benches, training):
         raise AssertionError("torch: out at 3.0 dB")
 
     monkeypatch.setattr(bench, "errors", wrong)
@@ -85,12 +88,12 @@ def test_a_case_of_the_suite_that_fails_stops_no_other(tmp_path, monkeypatch, ca
             raise torch.OutOfMemoryError("no room")
         return {}
 
-    only = {"bench": "forward", "backends": "torch"}
+    only = {"bench": "forward", "backends": "torch", "tokens": 64}
     monkeypatch.setattr(bench, "SUITE", ({"shapes": "4,128,128,2"} | only, {"shapes": "8,128,128,2"} | only))
     monkeypatch.setattr(bench, "torch_gemms", run_out)
     arguments = ("--suite", "--out", str(tmp_path), "--no-charts")
     assert bench.bench_main(parse(*arguments)) == 1
-    assert "4,128,128,2 T=1024 has no record: OutOfMemoryError: no room" in capsys.readouterr().err
+    assert "4,128,128,2 T=64 has no record: OutOfMemoryError: no room" in capsys.readouterr().err
     assert [r["shape"] for r in benchmarks_records.load(tmp_path)["cpu/layer"]] == ["8,128,128,2"]
 
 
@@ -135,9 +138,104 @@ def test_parts_of_the_backward_are_timed_alone_and_checked(tmp_path, monkeypatch
     stages = {r["bench"]: r for r in files["cpu/stages"]}
     assert set(stages) == {"wgrad13", "wgrad2", "requantize"} and "rel_l2_dw2" not in stages["wgrad13"]
     assert benchmarks_records.validate([r for file in files.values() for r in file]) == []
-    monkeypatch.setattr(bench_problem.LayerRun, "wgrad", lambda self: None)  # leaves the NaN
-    assert bench.bench_main(parse(*arguments)) == 1
-    assert "torch has no record: AssertionError: torch: dw13 at nan dB" in capsys.readouterr().err
+
+
+STANDS_FOR = {
+    "forward": ("forward", "out"), "backward": ("backward", "dw2"), "fwd_bwd": ("forward_backward", "dx"),
+    "fwd_bwd_requantized": ("requantize_forward_backward", "dw13"), "requantize": ("requantize_forward_backward", "dp"),
+    "dgrad": ("dgrad", "dp"), "wgrad": ("wgrad", "dw13"), "wgrad13": ("wgrad", "dw13"), "wgrad2": ("wgrad", "dw2"),
+}  # fmt: skip
+"""By bench the method that it times, or that a wrong result of it shows in, and a tensor that this computes."""
+
+
+@pytest.mark.parametrize("kind", STANDS_FOR)
+def test_what_is_timed_is_what_was_checked(kind, tmp_path, monkeypatch, capsys):
+    """A call that computes something wrong has no time, whatever the others compute."""
+    method, name = STANDS_FOR[kind]
+    original = getattr(bench_problem.LayerRun, method)
+
+    def wrong(self, **options):
+        found = original(self, **options)
+        for part in found.get(name, ()):
+            part.mul_(1.7)
+        return found
+
+    arguments = ("--shapes", "4,128,128,2", "--tokens", "32", "--bench", kind, "--backends", "torch", "--no-charts")
+    assert bench.bench_main(parse(*arguments, "--out", str(tmp_path / "right"))) == 0
+    monkeypatch.setattr(bench_problem.LayerRun, method, wrong)
+    assert bench.bench_main(parse(*arguments, "--out", str(tmp_path / "wrong"))) == 1
+    assert f"torch has no record: AssertionError: torch: {name} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["backward", "forward_backward", "wgrad"])
+def test_gradients_that_are_not_written_are_nobody_elses(method, tmp_path, monkeypatch, capsys):
+    """What an earlier backend, or an earlier call, has left in the buffers of dW does not count."""
+    original = getattr(bench_problem.LayerRun, method)
+
+    def writes_nothing(self, **options):
+        kept = [grad.clone() for grad in self.problem.weight_grads()]
+        found = original(self, **options)
+        for grad, before in zip(self.problem.weight_grads(), kept, strict=True):
+            grad.copy_(before)
+        return found
+
+    arguments = ("--shapes", "4,128,128,2", "--tokens", "32", "--backends", "torch,triton,torch_wgrad_bf16")
+    monkeypatch.setattr(bench, "usable", lambda names, *_: ["torch", "torch_wgrad_bf16"])
+    monkeypatch.setattr(bench_problem.LayerRun, method, writes_nothing)
+    assert bench.bench_main(parse(*arguments, "--out", str(tmp_path), "--no-charts")) == 1
+    said = capsys.readouterr().err
+    for backend in ("torch", "torch_wgrad_bf16"):
+        assert f"{backend} has no record: AssertionError: torch: dw13 at nan dB" in said
+
+
+def judged(change, precision="fp8"):
+    """A backward on the CPU whose results `change` has had, judged against the oracle."""
+    problem = bench_problem.BenchProblem(ProblemSpec((64,), 128, 128, 16, 2, "balanced"), Recipe(precision), CPU)
+    run = bench_problem.LayerRun("torch", problem, training=True)
+    problem.oracle(True)
+    run.training_forward()
+    found = run.backward()
+    change(found)
+    return problem.judge("torch", found, bench_problem.RESULTS["backward"])
+
+
+def of_one_row(got):
+    got["dx"][0][3] *= 0.7
+
+
+def of_one_expert(got):
+    got["dw13"][0][2] *= 0.88
+
+
+def of_one_slot(got):
+    got["dp"][0][5, 1] += 100.0
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (of_one_row, "dx row 3 off by 0.3.* of its norm > 0.15"),
+        (of_one_expert, r"dw13 of expert 2 at 1\d.\d dB < 20"),
+        (of_one_slot, "dp off by .* of its spread > 0.4"),
+        (lambda got: got["dp"][0].fill_(float("nan")), "dp off by inf of its spread > 0.4"),
+        (lambda got: got.pop("dw2"), "expected dx, dp, dw13, dw2, got dx, dp, dw13"),
+    ],
+)
+def test_every_gate_is_applied(change, match):
+    assert set(judged(lambda got: None)) == {"rel_l2_dx", "rel_l2_dp", "rel_l2_dw13", "rel_l2_dw2"}
+    with pytest.raises(AssertionError, match=f"torch: {match}"):
+        judged(change)
+
+
+def test_a_step_with_new_copies_uses_them_in_both_directions(monkeypatch):
+    problem = bench_problem.BenchProblem(ProblemSpec((16,), 128, 128, 4, 2), Recipe(), CPU)
+    run = bench_problem.LayerRun("torch", problem, training=True)
+    problem.w13.mul_(2.0)  # an optimizer step behind the copies
+    got = run.requantize_forward_backward()
+    problem.oracle(True)
+    problem.judge("torch", got, bench_problem.STEP)
+    with pytest.raises(AssertionError, match="torch: out at"):
+        problem.judge("torch", run.forward_backward(), bench_problem.STEP)
 
 
 def test_validate_names_what_is_wrong(committed):
@@ -216,7 +314,7 @@ def test_options_are_refused_by_name():
         options = parse("--shapes", "A")
         options.device = "cuda:99"
         bench.bench_main(options)
-    with pytest.raises(MegaMoEValueError, match=r"--ranks: expected a divisor of 30 tokens, got 4"):
+    with pytest.raises(MegaMoEValueError, match=r"--ranks: expected a divisor of 30 tokens and 4 experts, got 4"):
         bench.bench_main(parse("--shapes", "4,128,128,2", "--tokens", "30", "--ranks", "4"))
     with pytest.raises(
         MegaMoEValueError, match=r"--bench: expected of forward, .*, wgrad, wgrad13, wgrad2, requantize, stages, got"
@@ -242,11 +340,11 @@ def test_balanced_routing_is_balanced(experts, top_k, tokens):
 def test_a_wrong_result_has_no_time():
     problem = bench_problem.BenchProblem(ProblemSpec((16,), 128, 128, 4, 2), Recipe(), CPU)
     run = bench_problem.LayerRun("torch", problem, training=False)
-    assert set(bench_problem.errors(problem, run, training=False)) == {"rel_l2_out"}
+    assert set(bench_problem.errors(problem, run, {"forward"}, training=False)["forward"]) == {"rel_l2_out"}
     problem.w2.mul_(-1)  # behind the quantised copies
     problem.forget_oracle()
     with pytest.raises(AssertionError, match=r"torch: out at -6\.\d dB, expected at least 21"):
-        bench_problem.errors(problem, run, training=False)
+        bench_problem.errors(problem, run, {"forward"}, training=False)
 
 
 def test_timing_interleaves_in_changing_order():
@@ -256,6 +354,41 @@ def test_timing_interleaves_in_changing_order():
     rounds = [tuple(calls[i : i + 4]) for i in range(0, 24, 4)]
     assert all(sorted(order) == list("abcd") for order in rounds) and len(set(rounds)) > 3
     assert all(0 < t.us_min <= t.us <= t.us_max and t.us_sustained == t.us for t in times.values())
+
+
+def test_the_clock_is_read_while_launches_are_made_back_to_back(monkeypatch):
+    """A reading before or behind them is of an idle card."""
+    state, calls = {"busy": False}, []
+    original = timing._repeated
+
+    def repeated(run, count, device):
+        calls.append(count)
+        state["busy"] = len(calls) > 2  # behind the rounds
+        found = original(run, count, device)
+        time.sleep(0.1)
+        state["busy"] = False
+        return found
+
+    monkeypatch.setattr(timing, "_repeated", repeated)
+    monkeypatch.setattr(timing, "clock_mhz", lambda device: 1700 if state["busy"] else 345)
+    times = timing.time_variants({"a": lambda: None}, CPU, rounds=2, sustained_s=1e-4)
+    assert times["a"].clock_mhz == 1700
+    assert timing.time_variants({"a": lambda: None}, CPU, rounds=2, sustained_s=0)["a"].clock_mhz is None
+    assert timing.median_clock([1500, 1980, 1975]) == 1975 and timing.median_clock([]) is None
+
+
+def test_the_clock_is_that_of_the_device_and_not_of_its_number(monkeypatch):
+    asked = []
+
+    def query(command, **options):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "1980\n")
+
+    properties = types.SimpleNamespace(uuid="6c22c0ba-11aa-7e22-9d5c-0f2a9b1c3d4e")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(timing.subprocess, "run", query)
+    assert timing.clock_mhz(torch.device("cuda", 0)) == 1980
+    assert asked[0][-1] == "--id=GPU-6c22c0ba-11aa-7e22-9d5c-0f2a9b1c3d4e"
 
 
 def test_bars_stack_the_stages_and_roofs_follow_the_dense_product(tmp_path):
