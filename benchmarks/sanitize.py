@@ -1,9 +1,10 @@
 """compute-sanitizer over small calls of the CuTe-DSL kernels: memcheck, synccheck and racecheck, one record each.
 
-    python benchmarks/sanitize.py --out benchmarks/results/h200/sanitizer.json
+    python benchmarks/sanitize.py --out benchmarks/results/h200/checks/sanitizer.json
 
 A record says what the tool found, or why it was not run. Kernels should be compiled before (`MEGAMOE_CACHE_DIR`): under
-the tool only loading is left. The exit status is 0 if every tool that ran found nothing.
+the tool only loading is left. The exit status is 0 if every tool that ran found nothing, 1 if one found something or
+failed, and 2 if none ran.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any
 
 import torch
 
+from megamoe.cli.options import choices, within, writable
 from megamoe.cli.records import environment, write_records
+from megamoe.errors import MegaMoEValueError
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
 KERNELS = ("forward", "dgrad", "wgrad", "ranks")
@@ -89,7 +92,16 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=4, help="processes at once")
     parser.add_argument("--watch", default=WATCH, help="as compute-sanitizer's --kernel-regex; '': all kernels")
     arguments = parser.parse_args()
-    pairs = [(tool, kernel) for tool in arguments.tools.split(",") for kernel in arguments.kernels.split(",")]
+    try:
+        within("--timeout", arguments.timeout, 0)
+        within("--at-once", arguments.at_once, 1)
+        tools = choices("--tools", arguments.tools, TOOLS)
+        kernels = choices("--kernels", arguments.kernels, KERNELS)
+        writable("--out", arguments.out)
+    except MegaMoEValueError as error:
+        print(f"sanitize: {error}", file=sys.stderr)
+        return 2
+    pairs = [(tool, kernel) for tool in tools for kernel in kernels]
     with concurrent.futures.ThreadPoolExecutor(arguments.at_once) as pool:
         records = list(pool.map(lambda pair: run(pair[0], pair[1], arguments.timeout, arguments.watch), pairs))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,7 +109,8 @@ def main() -> int:
     for record in records:
         said = record.get("summary", record.get("reason"))
         print(f"{record['tool']:10} {record['kernel']:8} {record['status']:8} {said}")
-    return 0 if all(record["status"] in ("clean", "not run") for record in records) else 1
+    statuses = {record["status"] for record in records} - {"not run"}
+    return 2 if not statuses else 0 if statuses == {"clean"} else 1
 
 
 if __name__ == "__main__":
