@@ -126,6 +126,15 @@ class Experts(nn.Module):
         if self.copies.packing is not None:
             self._reorder(self.copies.packing.unpack, None)
 
+    def stored(self) -> checkpoints.ExpertGroup:
+        """The weights as a checkpoint stores them; they share memory with the parameters unless these are packed."""
+        w13, w2, packing = self.w13.detach(), self.w2.detach(), self.copies.packing
+        if packing is not None:
+            w13, w2 = packing.unpack(w13, 2), packing.unpack(w2, 1)
+        s13, s2 = (None if s is None else s.detach() for s in (self.w13_scale, self.w2_scale))
+        dtypes = {torch.bfloat16: ("BF16", None), torch.float32: ("F32", None), torch.float16: ("F16", None)}
+        return checkpoints.ExpertGroup(w13, w2, s13, s2, *dtypes.get(w13.dtype, ("F8_E4M3", "F32")))
+
     def _reorder(self, to_order: Callable[[torch.Tensor, int], torch.Tensor], packing: Packing | None) -> None:
         self.copies.refresh()  # frees the kernels' own copy
         w13, w2 = to_order(self.w13.detach(), 2), to_order(self.w2.detach(), 1)  # both, before either is replaced

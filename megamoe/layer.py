@@ -23,6 +23,7 @@ from megamoe.functional import FLOATS
 from megamoe.loading import WeightFormat, check_fits, format_of, place, read_config
 from megamoe.overlap import Overlap, OverlapConfig, OverlapKey, resolve_overlap
 from megamoe.recipe import Recipe
+from megamoe.router_families import INTEGERS, ROUTER_FAMILIES
 from megamoe.routing_plan import experts_per_rank
 
 _OWN_OPTIONS = ("world", "backend", "recipe", "weights", "device", "overlap", "overlap_shared")
@@ -55,7 +56,8 @@ class MegaMoE(nn.Module):
 
     Raises:
         MegaMoEValueError: E is not a multiple of the ranks; recipe and config have different clamps. The forward
-            raises MegaMoERuntimeError where "stream" or "delayed" cannot be: under torch.compile, DDP or FSDP.
+            raises MegaMoERuntimeError where "stream" or "delayed" cannot be: traced by torch.compile, in DDP or FSDP,
+            with hooks on the weights.
 
     Over a process group the gradients of router and shared expert are those of this process's tokens; reduce them over
     the ranks like those of any parameter that all ranks hold. Those of the routed experts are complete.
@@ -275,6 +277,42 @@ class MegaMoE(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.config}, {self.recipe}, weights={self.weights!r}"
 
+    def checkpoint_tensors(self, layer: int, family: str | None = None) -> checkpoints.MoELayerTensors:
+        """This process's part of the layer for `checkpoints.save_moe_layer`: the way back of `from_checkpoint`.
+
+        Args:
+            layer: its number in the model.
+            family: of names, one of `checkpoints.FAMILIES`; None: that of the config, for gpt-oss "packed".
+
+        Returns:
+            Weights in the layer's own format (FP8 bytes and scales, bf16 or fp32), which share memory with the
+            parameters; over a process group this rank's experts.
+
+        Raises:
+            MegaMoEValueError: the experts carry adapters, or the router a linear bias, for which there is no name.
+        """
+        problems = []
+        if not isinstance(self.experts, Experts):
+            contract = "experts without adapters"
+            problems.append(expected("experts", contract, type(self.experts).__name__, "Merge them first."))
+        if self.router.linear_bias is not None:
+            problems.append(expected("router", "no linear bias: checkpoints have no name for it", "one"))
+        if problems:
+            raise MegaMoEValueError("\n".join(problems))
+        rank, _ = place(self.experts.context.world)
+        has_bias = self.router.tid2eid is None and ROUTER_FAMILIES[self.config.family].has_bias
+        return checkpoints.MoELayerTensors(
+            layer=layer,
+            family=_family_of(self.config) if family is None else family,
+            num_experts=self.config.num_experts,
+            first_expert=rank * self.experts.w13.shape[0],
+            routed=self.experts.stored(),
+            shared=None if self.shared is None else self.shared.stored(),
+            router_weight=self.router.weight.detach(),
+            correction_bias=self.router.correction_bias if has_bias else None,
+            tid2eid=self.router.tid2eid,
+        )
+
     @classmethod
     def from_checkpoint(
         cls,
@@ -308,6 +346,7 @@ class MegaMoE(nn.Module):
         """
         if config is None:
             config = MoEConfig.from_hf(read_config(Path(folder)))
+        _check_construction(config, None, device, {})
         rank, num_ranks = place(world)
         stored = checkpoints.load_moe_layer(
             folder, layer, rank=rank, num_ranks=num_ranks, device=device, allow_links=allow_links
@@ -330,6 +369,12 @@ class MegaMoE(nn.Module):
             made.shared.adopt(stored.shared, weights)
         made.set_overlap(overlap)
         return made
+
+
+def _family_of(config: MoEConfig) -> str:
+    """The naming of a checkpoint that a layer is saved under unless the caller says so."""
+    name = config.family.replace("_", "-")
+    return name if name in checkpoints.FAMILIES else "packed"
 
 
 def _check_construction(
@@ -392,9 +437,9 @@ def _x_error(xs: list[Any], is_list: bool, hidden: int, device: torch.device) ->
         if value.dim() not in (2, 3) or value.shape[-1] != hidden
     ]
     shapes += [
-        expected(name, f"a tensor with data on the device of the weights, {device}", value.device)
+        expected(name, f"a dense tensor with data on the device of the weights, {device}", value.device)
         for name, value in zip(names, xs, strict=True)
-        if value.device != device or value.is_meta
+        if value.device != device or value.is_meta or value.layout != torch.strided
     ]
     shapes += [] if xs else [expected("x", "one tensor for each rank", "none")]
     return MegaMoEValueError("\n".join(shapes)) if shapes else None
@@ -414,16 +459,24 @@ def _joined(name: str, given: list[torch.Tensor], tokens: list[int]) -> torch.Te
     strange = [
         getattr(part, "dtype", type(part).__name__)
         for part in given
-        if not isinstance(part, torch.Tensor) or (name == "token_mask") != (part.dtype == torch.bool)
+        if not isinstance(part, torch.Tensor)
+        or (part.dtype != torch.bool if name == "token_mask" else part.dtype not in INTEGERS)
     ]
     if strange:
         raise MegaMoETypeError(expected(name, kind, strange[0]))
+    least = 2 if name == "topk_ids" else 1
+    scalars = [tuple(part.shape) for part in given if part.dim() < least or part.is_meta or part.is_sparse]
+    if scalars:
+        want = "[T, K] or [B, S, K]" if name == "topk_ids" else "[T] or [B, S]"
+        raise MegaMoEValueError(expected(name, f"a dense tensor {want} with data", f"shape {scalars[0]}"))
     flat = [part.flatten(0, -2) if name == "topk_ids" else part.flatten() for part in given]
     wrong = [
         expected(name if len(tokens) == 1 else f"{name}[{i}]", f"{count} tokens as in x", part.shape[0])
         for i, (part, count) in enumerate(zip(flat, tokens, strict=True))
         if part.shape[0] != count
     ]
+    if not wrong and len({part.shape[1:] for part in flat}) > 1:
+        wrong.append(expected(name, "the same K on every rank", ", ".join(str(part.shape[1]) for part in flat)))
     if wrong:
         raise MegaMoEValueError("\n".join(wrong))
     return torch.cat(flat) if len(flat) > 1 else flat[0]

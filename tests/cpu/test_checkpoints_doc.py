@@ -27,7 +27,7 @@ def test_the_blocks_run_and_do_what_they_say(tmp_path: Path) -> None:
     for name, scale in (("folder", "F32"), ("bf16_folder", None)):
         write_shards(tmp_path / name, per_expert(Toy(layer=1, scale=scale)))
         (tmp_path / name / "config.json").write_text(json.dumps(CONFIG))
-    names = ("folder", "bf16_folder", "fp8_folder", "target")
+    names = ("folder", "bf16_folder", "fp8_folder", "target", "trained")
     scope: dict = {name: tmp_path / name for name in names}
     blocks = fenced_blocks(TEXT, ("python",))
     assert len(blocks) == 5

@@ -10,7 +10,7 @@ import torch
 
 import checkpoints
 from megamoe import LocalWorld, MegaMoE, MoEConfig, Recipe
-from megamoe.errors import MegaMoEValueError
+from megamoe.errors import MegaMoETypeError, MegaMoEValueError
 from megamoe.gates import sqnr_db
 from megamoe.quantize import FP8, QuantizedWeight
 from tests.support.compare import assert_bitwise
@@ -146,3 +146,10 @@ def test_loading_twice_into_one_object(fp8_folder, tmp_path):
         grads.append(x.grad)
     assert_bitwise(grads[1], grads[2], "dx after the second load")
     assert not torch.equal(grads[0], grads[1])
+
+
+def test_what_is_no_config_or_device_is_named(fp8_folder):
+    with pytest.raises(MegaMoETypeError, match="config: expected a MoEConfig, got dict"):
+        MegaMoE.from_checkpoint(fp8_folder, 3, config={"hidden_size": 256})
+    with pytest.raises(MegaMoEValueError, match="device: expected cpu, .*, got 'cuda:99'"):
+        MegaMoE.from_checkpoint(fp8_folder, 3, config=CONFIG, device="cuda:99")
