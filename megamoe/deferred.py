@@ -57,7 +57,8 @@ class DeferredWgrad:
         mode: "stream" or "delayed".
 
     The bits are those of "inline": a gradient is computed in the parameter's dtype and then added to `.grad`, as
-    autograd does it. Into an fp32 or bf16 `main_grad` the kernels add themselves. Hooks on the parameters don't run.
+    autograd does it. Into an fp32 or bf16 `main_grad` the kernels add themselves. Hooks that wait for the parameters'
+    gradients don't run.
     """
 
     def __init__(self, experts: HasWeights, mode: WgradMode) -> None:
@@ -68,6 +69,25 @@ class DeferredWgrad:
     def __len__(self) -> int:
         """Backwards whose weight gradients are still to be computed."""
         return len(self._waiting)
+
+    def reached(self) -> tuple[bool, bool]:
+        """Whether the backward that runs is to reach (w13, w2): `autograd.grad` may ask for others only.
+
+        Raises:
+            MegaMoERuntimeError: `autograd.grad` asks for one of them, whose gradient would come too late.
+        """
+        wanted = []
+        for name, parameter in (("w13", self._experts.w13), ("w2", self._experts.w2)):
+            if not parameter.requires_grad:
+                wanted.append(False)
+                continue
+            try:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                wanted.append(torch._C._will_engine_execute_node(node))
+            except RuntimeError as error:
+                got = f"{self.mode!r} with autograd.grad(..., {name})"
+                raise MegaMoERuntimeError(expected("overlap.wgrad", "'inline' here", got, "Take 'inline'.")) from error
+        return wanted[0], wanted[1]
 
     def later(self, w13: bool, w2: bool, num_jobs: int) -> Later:
         """What one backward hands its jobs to, of which there are `num_jobs`, one for each local rank."""
@@ -157,7 +177,8 @@ def refuse_managed(experts: HasWeights) -> None:
     """Refuse deferred weight gradients where they would never reach who manages the parameters.
 
     Raises:
-        MegaMoERuntimeError: under torch.compile; inside DistributedDataParallel; FSDP's sharded parameters.
+        MegaMoERuntimeError: while torch.compile traces (without fullgraph the layer then runs as it is); inside
+            DistributedDataParallel; FSDP's sharded parameters; tensor hooks on the parameters, which would get None.
     """
     reason = None
     if torch.compiler.is_compiling():
@@ -166,6 +187,8 @@ def refuse_managed(experts: HasWeights) -> None:
         reason = "parameters of DistributedDataParallel"
     elif getattr(experts, "_is_fsdp_managed_module", False):  # while it runs, its parameters are whole and plain
         reason = "parameters that FSDP shards"
+    elif any(parameter._backward_hooks for parameter in (experts.w13, experts.w2)):
+        reason = "hooks on the parameters"
     if reason is not None:
         raise MegaMoERuntimeError(
             expected("overlap.wgrad", "'inline' here", f"'stream' or 'delayed' with {reason}", "Take 'inline'.")

@@ -226,9 +226,11 @@ def _backward(ctx: Any, d_outs: list[Tensor | None], d_saved: list[None]) -> tup
         w13.new_zeros(shape, dtype=torch.bfloat16) if dout is None else dout
         for dout, shape in zip(d_outs, ctx.out_shapes, strict=True)
     ]
-    is_later = ctx.context is not None and ctx.context.deferred is not None
-    need_w13, need_w2, later = need_w13 and not is_later, need_w2 and not is_later, (need_w13, need_w2)
-    needs = [any(need_x), any(need_p), need_w13, need_w2, *(need and is_later for need in later)]
+    later = (False, False)
+    if ctx.context is not None and ctx.context.deferred is not None:
+        reached = ctx.context.deferred.reached()
+        later, need_w13, need_w2 = (need_w13 and reached[0], need_w2 and reached[1]), False, False
+    needs = [any(need_x), any(need_p), need_w13, need_w2, *later]
     found = backward_op(
         douts, saved, xs, topk_ids, w13, w2, w13_scale, w2_scale, ctx.spec, ctx.handle, ctx.save, needs, ctx.epoch
     )

@@ -10,7 +10,7 @@ import torch
 
 from megamoe import LocalWorld, MegaMoE, MoEConfig, OverlapConfig, Recipe
 from megamoe.deferred import DeferredWgrad
-from megamoe.errors import MegaMoEValueError
+from megamoe.errors import MegaMoERuntimeError, MegaMoEValueError
 from megamoe.gates import sqnr_db
 from tests.support.compare import assert_bitwise
 
@@ -176,3 +176,29 @@ def test_bf16_operands_of_wgrad(mode):
     assert len(names) == 4 and not any(torch.equal(got[name], other[name]) for name in names)
     assert all(sqnr_db(got[name], other[name]) > 20 for name in names)
     assert_bitwise(got["router.weight"], other["router.weight"], "router")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_that_asks_for_others_leaves_the_weights_alone(mode):
+    layer, x = layer_of(mode), tokens(1).requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).float().sum(), x)
+    layer.backward_dw()
+    assert dx.abs().sum() > 0 and layer.experts.w13.grad is None and layer.experts.w2.grad is None
+    layer(x).float().sum().backward(inputs=[layer.experts.w2])
+    layer.backward_dw()
+    assert layer.experts.w13.grad is None
+    want = layer_of("inline")
+    want(x).float().sum().backward(inputs=[want.experts.w2])
+    assert_bitwise(layer.experts.w2.grad, want.experts.w2.grad, "dW2")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_would_come_too_late_is_refused(mode):
+    layer, x = layer_of(mode), tokens(1).requires_grad_()
+    with pytest.raises(MegaMoERuntimeError, match=f"expected 'inline' here, got '{mode}' with autograd.grad"):
+        torch.autograd.grad(layer(x).float().sum(), layer.experts.w13)
+    handle = layer.experts.w13.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(MegaMoERuntimeError, match="'stream' or 'delayed' with hooks on the parameters"):
+        layer(x)
+    handle.remove()
+    layer(x)
