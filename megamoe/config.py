@@ -138,7 +138,7 @@ class MoEConfig:
         """
         get = _reader(config)
         model_type = get("model_type", None)
-        family = MODEL_TYPES.get(model_type)
+        family = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
         if family is None:
             raise MegaMoEValueError(
                 expected(
@@ -161,7 +161,7 @@ class MoEConfig:
             top_k=get("num_experts_per_tok"),
             num_groups=has_groups and get("n_group", None) or 1,
             topk_groups=has_groups and get("topk_group", None) or 1,
-            norm_topk=family != "deepseek_v2" and bool(get("norm_topk_prob", family != "qwen3_moe")),
+            norm_topk=family != "deepseek_v2" and _flag(get("norm_topk_prob", None), family != "qwen3_moe"),
             routed_scaling_factor=_number(get("routed_scaling_factor", None), 1.0),
             num_shared_experts=get("n_shared_experts", None) or 0,
             clamp=get("swiglu_limit", None),
@@ -175,6 +175,11 @@ def _number(value: Any, default: float) -> Any:
     if value is None:
         return default
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+def _flag(value: Any, default: bool) -> Any:
+    """A flag of a config: null is the default, 0 and 1 are False and True; what else there is stays, to be refused."""
+    return default if value is None else bool(value) if value in (0, 1) else value
 
 
 _REQUIRED = object()

@@ -72,12 +72,16 @@ class FamilyRouter(Router):
             MegaMoEValueError: x has another hidden size; a hash layer without token_ids or topk_ids; as `route_family`.
         """
         self._check(x)
+        fits = token_mask is not None and token_mask.dtype == torch.bool and token_mask.shape == x.shape[:1]
+        mask = token_mask if fits else None  # one that does not is refused below
         if self.tid2eid is not None and topk_ids is None:
             if token_ids is None:
                 raise MegaMoEValueError(expected("token_ids", "the vocabulary ids of a hash layer's tokens", None))
+            if mask is not None and mask.shape == token_ids.shape:  # padding may have any id
+                token_ids = torch.where(mask, token_ids, 0)
             topk_ids = hash_ids(token_ids, self.tid2eid)
-        if token_mask is not None and token_mask.shape == x.shape[:1]:
-            x = torch.where(token_mask[:, None], x, 0)  # padding may hold NaN, which would reach the weight's gradient
+        if mask is not None:
+            x = torch.where(mask[:, None], x, 0)  # padding may hold NaN, which would reach the weight's gradient
         with torch.autocast(x.device.type, enabled=False):
             linear_bias = None if self.linear_bias is None else self.linear_bias.float()
             logits = nn.functional.linear(x.float(), self.weight.float(), linear_bias)

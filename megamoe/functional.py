@@ -195,6 +195,8 @@ def _weight_errors(
     if w13.dim() != 3 or w2.dim() != 3:
         return [expected("w13, w2", "[E, 2I, H] and [E, H, I]", f"shapes {tuple(w13.shape)}, {tuple(w2.shape)}")]
     (experts, rows, hidden), inter = w13.shape, w2.shape[2]
+    if not hidden or not inter:
+        return [expected("w13, w2", "H >= 1 and I >= 1", f"shapes {tuple(w13.shape)}, {tuple(w2.shape)}")]
     problems = []
     if tuple(w2.shape[:2]) != (experts, hidden) or rows != 2 * inter:
         problems.append(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from megamoe.config import MoEConfig
-from megamoe.errors import MegaMoEValueError, expected
+from megamoe.errors import MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.memory_stages import BYTES_OF, Call, Item, Ledger, PlanOptions, SaveMode, Stage, step
 from megamoe.quantize import ceil_div
 from megamoe.recipe import BLOCK
@@ -136,9 +136,14 @@ def memory_plan(
         MemoryPlan.
 
     Raises:
-        MegaMoEValueError: E is not a multiple of R, or an argument is outside its choices.
+        MegaMoETypeError: an argument of another type. MegaMoEValueError: E is not a multiple of R, or an argument is
+            outside its choices.
     """
-    options = options or PlanOptions()
+    options = PlanOptions() if options is None else options
+    kinds = {"config": MoEConfig, "ranks": int, "tokens": int, "options": PlanOptions}
+    for (name, kind), value in zip(kinds.items(), (config, ranks, tokens, options), strict=True):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise MegaMoETypeError(expected(name, f"a value of type {kind.__name__}", type(value).__name__))
     _check(config, ranks, save, capacity, tokens, options)
     local = ranks if options.is_virtual else 1
     is_fused = options.backend == "cute"

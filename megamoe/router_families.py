@@ -130,6 +130,9 @@ def route_family(
     return Routed(topk_ids, weights * config.routed_scaling_factor, scores)
 
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 def hash_ids(token_ids: torch.Tensor, tid2eid: torch.Tensor) -> torch.Tensor:
     """The experts of each token in a hash layer (DeepSeek-V4): a look-up by vocabulary id, for `topk_ids=`.
 
@@ -141,11 +144,19 @@ def hash_ids(token_ids: torch.Tensor, tid2eid: torch.Tensor) -> torch.Tensor:
         int64 [T, K].
 
     Raises:
-        MegaMoEValueError: tid2eid is no [vocabulary, K] table.
+        MegaMoEValueError: tid2eid is no [vocabulary, K] table; an id outside the vocabulary (on CUDA devices an
+            assertion of the device, so that nothing synchronises). MegaMoETypeError: ids that are no integers.
     """
     if tid2eid.dim() != 2:
         raise MegaMoEValueError(expected("tid2eid", "[vocabulary, K]", f"shape {tuple(tid2eid.shape)}"))
-    return tid2eid[token_ids.reshape(-1).long()].long()
+    if token_ids.dtype not in INTEGERS:
+        raise MegaMoETypeError(expected("token_ids", "a tensor of integers", token_ids.dtype))
+    ids, size = token_ids.reshape(-1).long(), tid2eid.shape[0]
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+        low, high = (int(v) for v in torch.aminmax(ids))
+        if low < 0 or high >= size:
+            raise MegaMoEValueError(expected("token_ids", f"ids in [0, {size})", low if low < 0 else high))
+    return tid2eid.index_select(0, ids).long()
 
 
 def _family(family: str | RouterFamily) -> RouterFamily:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
 from megamoe.errors import MegaMoEValueError, expected
 
 
@@ -15,14 +13,12 @@ class LocalWorld:
 
     Args:
         num_ranks: R, at least 1.
-        device: where the ranks live; None: wherever the tensors of a call are.
 
     Raises:
         MegaMoEValueError: num_ranks is not a positive integer.
     """
 
     num_ranks: int
-    device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_ranks, int) or isinstance(self.num_ranks, bool) or self.num_ranks < 1:

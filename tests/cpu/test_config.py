@@ -124,3 +124,14 @@ def test_from_hf_takes_null_for_the_default_and_names_what_is_no_number():
 def test_from_hf_names_a_missing_field():
     with pytest.raises(MegaMoEValueError, match="config.moe_intermediate_size: expected a value"):
         MoEConfig.from_hf({k: v for k, v in HF.items() if k != "moe_intermediate_size"})
+
+
+@pytest.mark.parametrize("value, want", [(True, True), (False, False), (0, False), (None, True)])
+def test_flags_of_a_config(value, want):
+    names = {"n_routed_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "moe_intermediate_size": 32}
+    config = {"model_type": "deepseek_v3", "norm_topk_prob": value} | names
+    assert MoEConfig.from_hf(config).norm_topk is want
+    with pytest.raises(MegaMoETypeError, match="norm_topk: expected True or False, got 'false'"):
+        MoEConfig.from_hf(config | {"norm_topk_prob": "false"})
+    with pytest.raises(MegaMoEValueError, match=r"config.model_type: expected one of .*, got \['deepseek_v3'\]"):
+        MoEConfig.from_hf(config | {"model_type": ["deepseek_v3"]})

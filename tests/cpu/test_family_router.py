@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megamoe.config import MoEConfig
-from megamoe.errors import MegaMoEValueError
+from megamoe.errors import MegaMoETypeError, MegaMoEValueError
 from megamoe.family_router import FamilyRouter
 from megamoe.router import Router
 
@@ -73,3 +73,20 @@ def test_refusals() -> None:
         make()(torch.zeros(3, 31))
     with pytest.raises(MegaMoEValueError, match=r"token_mask: expected \[T = 3\]"):
         make()(torch.zeros(3, 32), token_mask=torch.ones(4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("wrong, error, got", [
+    (-1, MegaMoEValueError, "-1"), (10, MegaMoEValueError, "10"), (1.9, MegaMoETypeError, "torch.float32"),
+])  # fmt: skip
+def test_ids_outside_the_vocabulary_are_named_but_for_padding(wrong, error, got) -> None:
+    router = make(vocab_size=10)
+    router.tid2eid.copy_(torch.rand(10, 8).argsort(1)[:, :2])
+    ids, x = torch.randint(0, 10, (T,)), torch.randn(T, 32).bfloat16()
+    ids = ids.to(torch.tensor(wrong).dtype)
+    ids[3] = wrong
+    with pytest.raises(error, match=f"token_ids: expected .*, got {got}"):
+        router(x, token_ids=ids)
+    if not ids.is_floating_point():
+        mask = torch.arange(T) != 3
+        chosen, _ = router(x, token_ids=ids, token_mask=mask)
+        assert torch.equal(chosen[mask], router.tid2eid[ids[mask]]) and bool((chosen[3] == -1).all())

@@ -109,6 +109,10 @@ def test_scales_must_be_fp32(problem):
         (dict(ids=torch.zeros(T, 0).int()), r"topk_ids: expected the same K >= 1 on every rank, got K = 0"),
         (dict(weights=torch.zeros(T, K + 1)), r"topk_weights: expected topk_ids' shape \(24, 2\), got shape \(24, 3\)"),
         (dict(w13=torch.zeros(E, INTER, H).bfloat16()), r"w13, w2: expected \[E, 2I, H\] and \[E, H, I\]"),
+        (
+            dict(w13=torch.zeros(E, 0, H).bfloat16(), w2=torch.zeros(E, H, 0).bfloat16()),
+            "w13, w2: expected H >= 1 and I >= 1, got shapes",
+        ),
         (dict(w2=torch.zeros(E, H).bfloat16()), r"w13, w2: expected \[E, 2I, H\] and \[E, H, I\]"),
     ],
 )

@@ -260,7 +260,7 @@ def test_unknown_options_are_refused():
         (
             lambda: MegaMoE(CONFIG, device="meta")(tokens().to("meta")),
             MegaMoEValueError,
-            "x: expected a tensor with data on the device of the weights, meta, got meta",
+            "x: expected a dense tensor with data on the device of the weights, meta, got meta",
         ),
     ],
 )
@@ -431,3 +431,31 @@ def test_experts_without_rows_get_zero_gradients_and_the_same_step_on_any_number
         models.append(layer.state_dict())
     for name, value in models[0].items():
         assert_bitwise(models[1][name], value, name)
+
+
+@pytest.mark.parametrize(
+    "hints, error, match",
+    [
+        (dict(topk_ids=torch.zeros(5, dtype=torch.int64)), MegaMoEValueError, r"topk_ids: .* \[T, K\] or .*\(5,\)"),
+        (dict(topk_ids=torch.tensor(1)), MegaMoEValueError, r"topk_ids: expected a dense tensor .*, got shape \(\)"),
+        (dict(token_mask=torch.tensor(True)), MegaMoEValueError, r"token_mask: expected a dense tensor \[T\]"),
+        (dict(token_mask=torch.ones(5, dtype=torch.bool, device="meta")), MegaMoEValueError, "with data"),
+        (
+            dict(token_ids=torch.ones(5)),
+            MegaMoETypeError,
+            "token_ids: expected a tensor of integers, got torch.float32",
+        ),
+    ],
+)
+def test_hints_of_other_kinds_are_named(hints, error, match):
+    with pytest.raises(error, match=match):
+        MegaMoE(CONFIG)(tokens()[:5], **hints)
+    with pytest.raises(MegaMoEValueError, match="x: expected a dense tensor"):
+        MegaMoE(CONFIG)(tokens()[:5].float().to_sparse())
+
+
+def test_ranks_give_ids_of_one_width():
+    layer = MegaMoE(CONFIG, world=LocalWorld(2))
+    ids = [torch.zeros(5, 2, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)]
+    with pytest.raises(MegaMoEValueError, match="topk_ids: expected the same K on every rank, got 2, 1"):
+        layer([tokens()[:5], tokens()[:3]], topk_ids=ids)

@@ -17,7 +17,7 @@ from megamoe import torch_steps, unfused
 from megamoe.cli import plan as plan_command
 from megamoe.comm import LocalWorld, as_transport
 from megamoe.config import MoEConfig
-from megamoe.errors import BackendUnavailable, MegaMoEValueError
+from megamoe.errors import BackendUnavailable, MegaMoETypeError, MegaMoEValueError
 from megamoe.layer import MegaMoE
 from megamoe.memory_plan import MemoryPlan, PlanOptions, human, memory_plan
 from megamoe.recipe import Recipe
@@ -304,6 +304,9 @@ def test_refusals() -> None:
         memory_plan(CONFIG, 3)
     with pytest.raises(MegaMoEValueError, match=r"save: expected one of none, pool, repull, recompute, got 'all'"):
         memory_plan(CONFIG, save="all")
+    for arguments in (("x",), (CONFIG, "2"), (CONFIG, True)):
+        with pytest.raises(MegaMoETypeError, match=r"(config|ranks): expected a value of type (MoEConfig|int), got "):
+            memory_plan(*arguments)
     for capacity in (100, 0, -128, True, "best"):
         with pytest.raises(MegaMoEValueError, match=r"capacity: expected a positive multiple of 128, 'worst' or None"):
             memory_plan(CONFIG, 2, capacity=capacity)
