@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megamoe import backends
 from megamoe.comm import Hierarchy, LocalWorld, Transport, as_transport
 from megamoe.comm.reach import TransportName, check_transport, why_not_symmetric
+from megamoe.comm.transport import layer_facts
 from megamoe.deferred import DeferredWgrad
 from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.overlap import OverlapConfig
@@ -209,7 +210,9 @@ class MoEContext:
         """
         if self.shapes.is_group and (self.static_tokens is None or self.debug):
             nothing = torch.empty(0, 1, dtype=torch.int64, device=device)
-            self.transport(backends.BACKENDS["torch"]).plan([nothing], self.shapes.num_ranks, error=error)
+            self.transport(backends.BACKENDS["torch"]).plan(
+                [nothing], self.shapes.num_ranks, agreed=layer_facts(), error=error
+            )
         elif self.static_tokens is not None and isinstance(self.world, dist.ProcessGroup):
             shape = w13.shape if isinstance(w13, torch.Tensor) else None
             made = [(key, backend) for key, backend in self._chosen.items() if shape in (None, key[1])]

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from megamoe.comm.transport import Transport
+from megamoe.comm.transport import Transport, layer_facts
 from megamoe.deferred import Later, WeightJob
 from megamoe.overlap import OverlapConfig
 from megamoe.quantize import QuantizedRows, QuantizedWeight
@@ -193,7 +193,12 @@ def forward(
     options = options or ForwardOptions()
     num_experts = experts[0].w13.data.shape[0] * transport.num_ranks
     plan = transport.plan(
-        list(topk_ids), num_experts, options.num_rows, max_tokens=options.max_tokens, checked=options.debug
+        list(topk_ids),
+        num_experts,
+        options.num_rows,
+        max_tokens=options.max_tokens,
+        checked=options.debug,
+        agreed=layer_facts(xs[0].shape[1], recipe),
     )
     pools = _dispatch_rows(steps, transport, xs, plan, recipe)
     weights = transport.dispatch_weights(list(topk_weights), plan)

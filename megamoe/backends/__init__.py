@@ -85,11 +85,18 @@ def refuse(backend: Backend, group: dist.ProcessGroup, sizes: Sizes) -> None:
         backend.groups.refuse(group, sizes)
 
 
-def release(group: dist.ProcessGroup) -> None:
-    """Give back the memory that fused calls over a process group keep, before the group is destroyed.
+def release(group: dist.ProcessGroup | None = None) -> None:
+    """Give back the memory that fused calls keep: those over a process group, before it is destroyed, or all others.
 
-    Effects: a collective of the group's ranks, which waits for their calls. Later calls allocate again.
+    Args:
+        group: whose; None: of calls between ranks of this process, and between all-to-alls. These must have ended, and
+            no CUDA graph may still be replayed that captured one.
+
+    Effects: with a group a collective of its ranks, which waits for their calls. Later calls allocate again.
     """
     for backend in BACKENDS.values():
         if isinstance(backend, CuteBackend):
-            backend.groups.release(group)
+            if group is None:
+                backend.release()
+            else:
+                backend.groups.release(group)

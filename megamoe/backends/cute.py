@@ -16,7 +16,7 @@ from megamoe import unfused
 from megamoe.backends.base import Backend, Problem
 from megamoe.backends.cute_groups import GroupWorkspaces
 from megamoe.backends.cute_packing import CutePacking
-from megamoe.backends.cute_shared import SOURCE_SHIFT, Shared, check_tokens, watchdog
+from megamoe.backends.cute_shared import SOURCE_SHIFT, Shared, check_tokens, oldest_to_drop, watchdog
 from megamoe.backends.stepwise import StepwiseBackend
 from megamoe.comm.transport import GroupTransport, Transport
 from megamoe.deferred import WeightJob
@@ -28,7 +28,7 @@ from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, RowOrde
 from megamoe.weights import Packing
 
 KEPT_WORKSPACES = 4
-"""Workspaces of different sizes kept for later calls; the one unused for longest goes first."""
+"""Workspaces of different sizes kept for later calls; the one unused for longest goes first, those of graphs never."""
 
 
 class CuteBackend(StepwiseBackend):
@@ -128,7 +128,7 @@ class CuteBackend(StepwiseBackend):
         num_local, top_k = experts[0].w13.data.shape[0], topk_ids[0].shape[1]
         saves = options.save != "none"
         if isinstance(transport, GroupTransport):
-            shared = self.groups.for_forward(transport, xs[0], topk_ids[0], num_local, options)
+            shared = self.groups.for_forward(transport, xs[0], topk_ids[0], num_local, recipe, options)
         else:
             if options.debug:
                 for ids in topk_ids:
@@ -296,8 +296,9 @@ class CuteBackend(StepwiseBackend):
         if key in self._workspaces:
             self._workspaces.move_to_end(key)
         else:
-            while len(self._workspaces) >= KEPT_WORKSPACES:
-                self._workspaces.popitem(last=False)[1].retire()
+            oldest = oldest_to_drop(self._workspaces, KEPT_WORKSPACES)
+            if oldest is not None:
+                self._workspaces.pop(oldest).retire()
             self._workspaces[key] = Shared(_local_world(*key))
         return self._workspaces[key]
 

@@ -15,7 +15,7 @@ import torch
 from megamoe.backends.cute import CuteBackend, Rows, tiling
 from megamoe.backends.cute_shared import Shared
 from megamoe.comm.exchange import Exchange
-from megamoe.comm.transport import GroupTransport, Transport, exchange_of
+from megamoe.comm.transport import GroupTransport, Transport, exchange_of, layer_facts
 from megamoe.overlap import OverlapConfig
 from megamoe.quantize import QuantizedRows, ceil_div
 from megamoe.recipe import BLOCK, Recipe
@@ -44,7 +44,12 @@ class ExchangeBackend(CuteBackend):
         assert isinstance(transport, GroupTransport)
         num_experts = experts[0].w13.data.shape[0] * transport.num_ranks
         plan = transport.plan(
-            list(topk_ids), num_experts, options.num_rows, max_tokens=options.max_tokens, checked=options.debug
+            list(topk_ids),
+            num_experts,
+            options.num_rows,
+            max_tokens=options.max_tokens,
+            checked=options.debug,
+            agreed=layer_facts(xs[0].shape[1], recipe),
         )
         arrived = transport.send_tokens(xs[0], plan)
         p = transport.send_slots(topk_weights[0], plan)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
-from megamoe.backends.cute_shared import Shared, check_tokens, watchdog
-from megamoe.comm.transport import GroupTransport
+from megamoe.backends.cute_shared import Shared, check_tokens, oldest_to_drop, watchdog
+from megamoe.comm.transport import GroupTransport, layer_facts
 from megamoe.comm.wires import GroupWire
 from megamoe.errors import CapacityError, MegaMoEValueError, expected
 from megamoe.overlap import OverlapConfig
-from megamoe.recipe import BLOCK
+from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import check_id_values, most_rows
 from megamoe.unfused import ForwardOptions, RowOrder
 
@@ -53,13 +53,19 @@ class GroupWorkspaces:
         self._of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, _Kept] = weakref.WeakKeyDictionary()
 
     def for_forward(
-        self, transport: GroupTransport, x: torch.Tensor, ids: torch.Tensor, num_local: int, options: ForwardOptions
+        self,
+        transport: GroupTransport,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        num_local: int,
+        recipe: Recipe,
+        options: ForwardOptions,
     ) -> Shared:
         """The workspace of a forward. A collective, with two read-backs where sizes are not fixed beforehand.
 
         Args:
-            transport: over one group. x: [T, H]. ids: [T, K]. num_local: E_l. options: with the sizes that are fixed;
-                with `debug` ranks read back all the same, so that all of them raise what one has found.
+            transport: over one group. x: [T, H]. ids: [T, K]. num_local: E_l. recipe: of the call. options: with the
+                sizes that are fixed; with `debug` ranks read back all the same, so that all raise what one has found.
 
         Raises:
             CapacityError: on all ranks, where a pool would need more rows than `options.num_rows`.
@@ -68,7 +74,9 @@ class GroupWorkspaces:
         num_experts, top_k = num_local * transport.num_ranks, ids.shape[1]
         max_tokens, rows = options.max_tokens, options.num_rows
         if max_tokens is None or rows is None or options.debug:
-            tokens, enough = needed(transport, ids, num_experts, rows, is_checked=options.debug)
+            tokens, enough = needed(
+                transport, ids, num_experts, rows, layer_facts(x.shape[1], recipe), is_checked=options.debug
+            )
             max_tokens = round_up(tokens) if max_tokens is None else max_tokens
             rows = round_up(enough) if rows is None else rows
         check_tokens(max_tokens, top_k)
@@ -126,8 +134,9 @@ class _Kept:
         if sizes in self._shared:
             self._shared.move_to_end(sizes)
             return self._shared[sizes]
-        while len(self._shared) >= KEPT_A_GROUP:
-            self._shared.popitem(last=False)[1].close()
+        oldest = oldest_to_drop(self._shared, KEPT_A_GROUP)
+        if oldest is not None:
+            self._shared.pop(oldest).close()
         group = self._group()
         assert group is not None
         self._shared[sizes] = GroupShared(group, sizes, device, forget=lambda: self._shared.pop(sizes, None))
@@ -179,12 +188,18 @@ class GroupShared(Shared):
 
 
 def needed(
-    transport: GroupTransport, ids: torch.Tensor, num_experts: int, capacity: int | None, is_checked: bool = False
+    transport: GroupTransport,
+    ids: torch.Tensor,
+    num_experts: int,
+    capacity: int | None,
+    agreed: Mapping[str, int],
+    is_checked: bool = False,
 ) -> tuple[int, int]:
     """(most tokens of a rank, most rows of a pool) of a call. A collective with two read-backs.
 
     Args:
         transport: between the ranks. ids: [T, K] of this one. num_experts: E. capacity: rows that there may be.
+        agreed: what else must be equal on all ranks.
         is_checked: refuse ids out of range here; otherwise the kernel does.
 
     Raises:
@@ -197,7 +212,7 @@ def needed(
             check_id_values(ids, num_experts)
     except MegaMoEValueError as found:
         error = found
-    tokens = transport.agree_on_tokens(ids, num_experts, capacity, error)
+    tokens = transport.agree_on_tokens(ids, num_experts, capacity, agreed, error)
     valid = ids[(ids >= 0) & (ids < num_experts)].long()
     counts = transport.wire.gather(torch.bincount(valid, minlength=num_experts)).sum((0, 1))
     rows = most_rows(counts, transport.num_ranks)

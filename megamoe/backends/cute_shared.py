@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,17 +48,30 @@ def check_tokens(max_tokens: int, top_k: int) -> None:
         raise MegaMoEValueError(expected("x", f"at most {most} tokens a rank with K = {top_k}", max_tokens, next_step))
 
 
+def oldest_to_drop(kept: Mapping[Any, Shared], most: int) -> Any:
+    """Which of the workspaces kept, oldest first, makes room for one more; None if there is room.
+
+    Those of a captured call stay, however many: its graph is replayed on them.
+    """
+    droppable = [key for key, shared in kept.items() if not shared.is_captured]
+    return droppable[0] if len(droppable) >= most else None
+
+
 class Shared:
     """The workspaces of the ranks of this process, which calls of one size share, one after the other.
 
     Args:
         world: `cute_kernels`' LocalWorld or SymmetricWorld.
+
+    Attributes:
+        is_captured: a CUDA graph holds a call on them.
     """
 
     def __init__(self, world: Any) -> None:
         self._world = world
         self.workspaces = world.workspaces
         self.streams: Any = world.streams if len(world.workspaces) > 1 else None
+        self.is_captured = False
         self._lock = threading.Lock()
         self._callers: dict[int, torch.cuda.Stream] = {}
 
@@ -66,6 +79,7 @@ class Shared:
     def call(self) -> Iterator[None]:
         """Around every call: one host thread at a time; what earlier calls recorded is raised in our types."""
         with self._lock, self._translated():
+            self.is_captured |= torch.cuda.is_current_stream_capturing()
             stream = torch.cuda.current_stream()
             self._callers[stream.cuda_stream] = stream
             yield

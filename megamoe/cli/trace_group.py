@@ -17,6 +17,7 @@ from megamoe.cli.bench_group import GROUP_SHAPES, Share
 from megamoe.cli.group_run import Member, backend_of
 from megamoe.cli.problem import ProblemSpec, shape_of, spread
 from megamoe.comm import GroupTransport
+from megamoe.comm.transport import layer_facts
 from megamoe.recipe import Recipe
 
 
@@ -43,7 +44,7 @@ def traced_over(member: Member, spec: ProblemSpec, saves: bool) -> list:
     share = Share(member, spec)
     experts = share.experts(backend, recipe)
     transport = GroupTransport(member.group, backend.steps)
-    _, rows = needed(transport, share.ids, spec.num_experts, None)
+    _, rows = needed(transport, share.ids, spec.num_experts, None, layer_facts(spec.hidden))
     sizes: dict[str, Any] = dict(hidden=spec.hidden, num_experts=spec.num_experts, top_k=spec.top_k)
     sizes |= dict(max_tokens=max(spec.num_tokens), capacity_rows=rows, device=member.device)
     with SymmetricWorkspace(member.group, **sizes) as workspace:

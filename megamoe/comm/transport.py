@@ -19,7 +19,7 @@ from megamoe.comm.local_world import LocalWorld
 from megamoe.comm.wires import Finish, Hierarchy, TensorParallel, agree, check_equal, make_wire
 from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError, expected
 from megamoe.quantize import QuantizedRows
-from megamoe.recipe import BLOCK
+from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RoutingPlan, check_topk_ids, experts_per_rank
 
 World = LocalWorld | dist.ProcessGroup | Hierarchy | TensorParallel | None
@@ -225,10 +225,15 @@ class GroupTransport:
         return self.attach(plan, lane_tokens, max_tokens, ids.shape[1])
 
     def agree_on_tokens(
-        self, ids: torch.Tensor, num_experts: int, num_rows: int | None, error: Exception | None = None
+        self,
+        ids: torch.Tensor,
+        num_experts: int,
+        num_rows: int | None,
+        agreed: Mapping[str, int] | None = None,
+        error: Exception | None = None,
     ) -> list[list[int]]:
         """Tokens of [lane][rank]: the first step of `plan`, for callers that plan by themselves; raises as it does."""
-        return self._agree(ids, _facts(num_experts, num_rows, BLOCK, None), error)
+        return self._agree(ids, _facts(num_experts, num_rows, BLOCK, agreed), error)
 
     def _gather_ids(self, ids: torch.Tensor, is_first: bool) -> torch.Tensor:
         """The ids of everyone, [lanes, R, T, K]. `is_first`: nobody has said yet that it comes."""
@@ -332,6 +337,17 @@ def _facts(num_experts: int, num_rows: int | None, alignment: int, agreed: Mappi
     """What must be equal on all ranks of a plan, as numbers."""
     rows = -1 if num_rows is None else num_rows
     return {"num_experts": num_experts, "num_rows": rows, "alignment": alignment, **(agreed or {})}
+
+
+def layer_facts(hidden_size: int = 0, recipe: Recipe | None = None) -> dict[str, int]:
+    """What else must be equal on all ranks of a layer's call, for `agreed`; without arguments, of one with an error."""
+    recipe = recipe or Recipe()
+    return {
+        "hidden_size": hidden_size,
+        "recipe.precision, bits": 16 if recipe.precision == "bf16" else 8,
+        "recipe.scale_format == 'pow2'": int(recipe.scale_format == "pow2"),
+        "recipe.clamp * 1024": -1 if recipe.clamp is None else round(recipe.clamp * 1024),
+    }
 
 
 def _plan_tokens(steps: ModuleType, plan: RoutingPlan, num_rows: int | None) -> RoutingPlan:

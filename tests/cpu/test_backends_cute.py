@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_kernels import status
-from megamoe import MegaMoE, MoEConfig, Recipe, mega_moe
+from megamoe import MegaMoE, MoEConfig, Recipe, backends, mega_moe
 from megamoe.backends.cute import KEPT_WORKSPACES, tiling
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.errors import CapacityError, MegaMoERuntimeError, MegaMoETimeout, MegaMoEValueError
@@ -133,6 +133,23 @@ def test_calls_of_one_size_share_a_workspace_and_few_are_kept():
         layer(tokens(n))
     layer(tokens(9))
     assert len(World.made) == 2 + KEPT_WORKSPACES + 1, "the one unused for longest had gone"
+
+
+def test_a_workspace_that_a_graph_is_replayed_on_is_kept(monkeypatch):
+    layer = MegaMoE(MoEConfig(128, 128, num_experts=4, top_k=2), backend="cute")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    layer(tokens(9))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for n in range(20, 20 + 2 * KEPT_WORKSPACES):
+        layer(tokens(n))
+    made = len(World.made)
+    layer(tokens(9)), layer(tokens(20 + 2 * KEPT_WORKSPACES - 1))
+    assert len(World.made) == made, "the captured one is there, and so are the others that are kept"
+    layer(tokens(20))
+    assert len(World.made) == made + 1
+    backends.release()
+    layer(tokens(20))
+    assert len(World.made) == made + 2
 
 
 def test_streams_that_may_get_the_memory_of_a_dropped_workspace_wait_for_its_last_call(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe import MegaMoE, MoEConfig, MoEContext, mega_moe
+from megamoe import MegaMoE, MoEConfig, MoEContext, Recipe, mega_moe
 from megamoe.cli.problem import ProblemSpec, make_problem
 from megamoe.comm import Hierarchy, TensorParallel
 from megamoe.errors import MegaMoEError, MegaMoERuntimeError, MegaMoETypeError, MegaMoEValueError
@@ -118,6 +118,30 @@ def test_where_sizes_are_fixed_the_others_wait_and_are_told_why():
     assert own is MegaMoETypeError and "topk_ids: expected int32 or int64, got torch.int16" in own_message
     assert other is MegaMoERuntimeError and message.startswith("group: expected every rank to join the call, got ")
     assert "raises alone: look for its error. With debug=True" in message
+
+
+UNLIKE = {
+    "hidden_size": ({}, {"hidden": 256}),
+    "recipe.precision, bits": ({}, {"recipe": Recipe("bf16")}),
+    "recipe.scale_format": ({}, {"recipe": Recipe(scale_format="pow2")}),
+    "recipe.clamp": ({}, {"recipe": Recipe(clamp=2.0)}),
+}
+
+
+def unlike_calls(rank, options):
+    for name, by_rank in UNLIKE.items():
+        mine = dict(by_rank[rank])
+        recipe = mine.pop("recipe", Recipe())
+        problem = make_problem(ProblemSpec((5, 7), **{**SPEC, **mine}))
+        context = MoEContext(recipe, world=world(), backend="torch", **options)
+        x, p, w13, w2 = local(problem, rank)
+        with pytest.raises(MegaMoEValueError, match=f"{name}.*: expected the value of rank 0, .* on every rank"):
+            mega_moe(x, problem.topk_ids[rank], p, w13, w2, context=context)
+
+
+@pytest.mark.parametrize("options", [{}, dict(capacity="worst", max_tokens_per_rank=16, debug=True)], ids=str)
+def test_ranks_of_other_sizes_or_recipes_are_refused_on_all(options):
+    run_ranks(unlike_calls, 2, options)
 
 
 def ids_out_of_range(rank, options):
