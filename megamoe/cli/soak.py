@@ -23,10 +23,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megamoe import backends
 from megamoe._version import __version__
 from megamoe.cli.options import MOST_SEED, device_of, within, writable
 from megamoe.cli.records import environment
 from megamoe.cli.soak_calls import SIZES, compare, draw
+from megamoe.recipe import Recipe
 
 SEEDS_A_PROCESS = 10_000_000
 """From the first seed of one process to that of the next."""
@@ -60,7 +62,9 @@ def soak_main(arguments: argparse.Namespace) -> int:
     within("--calls", arguments.calls, 1)
     within("--minutes", arguments.minutes, 0)
     within("--seed", arguments.seed, 0, MOST_SEED)
-    device_of(arguments.device)
+    problem = backends.Problem.of(device_of(arguments.device), Recipe(), *SIZES[0])
+    for name in (arguments.backend, arguments.against):
+        backends.resolve(name, problem)  # refuses what would fail in every call
     if arguments.out is not None:
         writable("--out", arguments.out)
     record = run_processes(arguments) if arguments.processes > 1 else run(arguments)

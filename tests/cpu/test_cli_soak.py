@@ -206,3 +206,9 @@ def test_no_time_is_no_success():
 def test_options_that_are_refused(option, value, match, capsys):
     assert main([*ON_CPU, option, value]) == 2
     assert f"{option}: expected {match}" in capsys.readouterr().err
+
+
+def test_a_backend_that_does_not_run_here_is_refused_once(capsys):
+    assert main(["soak", "--backend", "cute", "--against", "torch", "--calls", "3"]) == 1
+    said = capsys.readouterr()
+    assert "backend: 'cute' does not run this" in said.err and "FAILED" not in said.out + said.err
