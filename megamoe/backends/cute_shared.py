@@ -51,8 +51,11 @@ def check_tokens(max_tokens: int, top_k: int) -> None:
 def oldest_to_drop(kept: Mapping[Any, Shared], most: int) -> Any:
     """Which of the workspaces kept, oldest first, makes room for one more; None if there is room.
 
-    Those of a captured call stay, however many: its graph is replayed on them.
+    Those of a captured call stay, however many: its graph is replayed on them. While a call is captured all stay, since
+    a graph cannot wait for the work on another.
     """
+    if torch.cuda.is_current_stream_capturing():
+        return None
     droppable = [key for key, shared in kept.items() if not shared.is_captured]
     return droppable[0] if len(droppable) >= most else None
 

@@ -137,8 +137,12 @@ def test_calls_of_one_size_share_a_workspace_and_few_are_kept():
 
 def test_a_workspace_that_a_graph_is_replayed_on_is_kept(monkeypatch):
     layer = MegaMoE(MoEConfig(128, 128, num_experts=4, top_k=2), backend="cute")
+    for n in range(10, 10 + KEPT_WORKSPACES):
+        layer(tokens(n))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     layer(tokens(9))
+    layer(tokens(10))
+    assert len(World.made) == KEPT_WORKSPACES + 1, "nothing goes while a call is captured"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for n in range(20, 20 + 2 * KEPT_WORKSPACES):
         layer(tokens(n))
