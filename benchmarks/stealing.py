@@ -31,7 +31,7 @@ from megamoe.errors import MegaMoEError, expected
 from megamoe.recipe import Recipe
 
 DELAY_US, STEAL_US = 1000, 50
-SLEEP_CYCLES = 4_000_000
+SLEEP_CYCLES = 40_000_000
 """The card waits so long until all launches of a step are queued."""
 
 

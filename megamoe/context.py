@@ -109,7 +109,7 @@ class MoEContext:
         world: None for one rank, a `LocalWorld`, or a process group (or `Hierarchy`) of expert-parallel ranks.
         backend: "auto", or one of "torch", "triton", "cute", which is used or refused.
         capacity: R > 1 only: rows of every rank's pool, equal on all ranks, a multiple of 128. None: as many as a call
-            needs (one read-back; under torch.compile sizes must be known, so give a number or "worst"). "worst":
+            needs (two read-backs; under torch.compile sizes must be known, so give a number or "worst"). "worst":
             enough for any routing. A call that needs more raises CapacityError on all ranks.
         max_tokens_per_rank: process groups only: bound of T on any rank. With a capacity it makes all shapes static;
             over all-to-alls a rank that finds a fault in its arguments then raises alone, unless `debug`.

@@ -156,7 +156,7 @@ def hash_ids(token_ids: torch.Tensor, tid2eid: torch.Tensor) -> torch.Tensor:
         low, high = (int(v) for v in torch.aminmax(ids))
         if low < 0 or high >= size:
             raise MegaMoEValueError(expected("token_ids", f"ids in [0, {size})", low if low < 0 else high))
-    return tid2eid.index_select(0, ids).long()
+    return tid2eid.index_select(0, ids.to(tid2eid.device)).long()
 
 
 def _family(family: str | RouterFamily) -> RouterFamily:

@@ -49,7 +49,7 @@ def check_tokens(max_tokens: int, top_k: int) -> None:
 
 
 def oldest_to_drop(kept: Mapping[Any, Shared], most: int) -> Any:
-    """Which of the workspaces kept, oldest first, makes room for one more; None if there is room.
+    """Which of the workspaces kept, oldest first, makes room for one more; None if none must go, or may.
 
     Those of a captured call stay, however many: its graph is replayed on them. While a call is captured all stay, since
     a graph cannot wait for the work on another.

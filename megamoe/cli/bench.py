@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megamoe.backends import BACKENDS, Problem
+from megamoe.backends import BACKENDS, Problem, release
 from megamoe.cli import group_run
 from megamoe.cli.bench_problem import (
     BF16_WGRAD,
@@ -361,7 +361,8 @@ def bench_main(args: argparse.Namespace) -> int:
             chart = importlib.import_module("megamoe.cli.chart")
             file = f"{args.name}-{name.replace(',', '-')}.png"
             print(f"chart: {chart.draw(records, folder / file)}")
-        if device.type == "cuda":
+        if device.type == "cuda":  # the case's graphs are gone, and nothing else needs the workspaces they held
+            release()
             torch.cuda.empty_cache()
     print(f"records: {folder}")
     return 1 if failed else 0

@@ -74,7 +74,7 @@ def writable(option: str, path: str | Path) -> Path:
         with path.open("a"):
             pass
         if is_new:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another rank may be trying it too
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise MegaMoEValueError(expected(option, "a file that can be written", f"{str(path)!r}: {why}")) from error

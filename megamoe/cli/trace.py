@@ -69,9 +69,9 @@ def files_of(arguments: argparse.Namespace) -> tuple[Path, Path]:
 def trace_main(arguments: argparse.Namespace) -> int:
     """Runs the fused kernel a few times with stamps; the last time is shown."""
     if not group_run.launched():
-        spec = spread(shape_of("--shape", arguments.shape, arguments.tokens), arguments.ranks, arguments.routing)
+        spread_of(arguments)
         check_options(arguments)
-        return show(traced(arguments, spec), arguments)
+        return show(traced(arguments), arguments)
     from megamoe.cli.trace_group import spec_of, traced_over
 
     spec = spec_of(arguments, group_run.num_processes())
@@ -95,8 +95,14 @@ def show(events: list, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def traced(arguments: argparse.Namespace, spec: ProblemSpec) -> list:
+def spread_of(arguments: argparse.Namespace) -> ProblemSpec:
+    """What is traced in one process: tokens spread over virtual ranks."""
+    return spread(shape_of("--shape", arguments.shape, arguments.tokens), arguments.ranks, arguments.routing)
+
+
+def traced(arguments: argparse.Namespace) -> list:
     """The events of all ranks in one launch each."""
+    spec = spread_of(arguments)
     ranks = spec.num_ranks
     _refuse_without_cute(spec)
 

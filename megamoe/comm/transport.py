@@ -240,7 +240,7 @@ class GroupTransport:
         try:
             return self.wire.gather(ids)
         except RuntimeError as error:
-            if not is_first:
+            if not is_first or isinstance(error, torch.OutOfMemoryError):
                 raise
             text = (
                 f"group: expected every rank to join the call, got {str(error)[:200]}. Where sizes are fixed a rank "

@@ -66,7 +66,7 @@ def test_what_is_not_traced_over_processes_is_refused(options, monkeypatch, caps
 def test_writes_both_files_and_prints_shares(tmp_path, monkeypatch, capsys):
     event = kernel_trace.Event(0, 3, "math", "GEMM 1", 1000, 3000, 1, 2)
     wait = kernel_trace.Event(0, 3, "scheduler", "wait: rows of a block", 1000, 2000, 1, 0)
-    monkeypatch.setattr(trace, "traced", lambda arguments, spec: [event, wait])
+    monkeypatch.setattr(trace, "traced", lambda arguments: [event, wait])
     parser = argparse.ArgumentParser()
     trace.add_arguments(parser)
     assert trace.trace_main(parser.parse_args(["--out", str(tmp_path / "t.of.two")])) == 0

@@ -125,7 +125,6 @@ def test_a_layer_trains_and_then_infers(backend, weights):
         assert_bitwise(layer(x), trained, "inference")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_packed_weights_give_the_same_bits_and_are_held_once(device):
     if reason := why_not("cute", Problem.of(device, Recipe(), 1024, 512)):
         pytest.skip(reason)
@@ -160,6 +159,7 @@ def test_packed_weights_give_the_same_bits_and_are_held_once(device):
     assert_bitwise(results()[0], want[0], "out, unpacked")
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_tensors_on_another_device_than_the_current_one(backend):
     problem = make_problem(ProblemSpec((50,), 256, 128, 8, 2), "cuda:1")
     want = run(problem_of((50,)), context_for(problem, backend=backend)).joined()
