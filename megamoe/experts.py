@@ -128,12 +128,15 @@ class Experts(nn.Module):
 
     def stored(self) -> checkpoints.ExpertGroup:
         """The weights as a checkpoint stores them; they share memory with the parameters unless these are packed."""
-        w13, w2, packing = self.w13.detach(), self.w2.detach(), self.copies.packing
-        if packing is not None:
-            w13, w2 = packing.unpack(w13, 2), packing.unpack(w2, 1)
+        w13, w2 = self._as_they_came()
         s13, s2 = (None if s is None else s.detach() for s in (self.w13_scale, self.w2_scale))
         dtypes = {torch.bfloat16: ("BF16", None), torch.float32: ("F32", None), torch.float16: ("F16", None)}
         return checkpoints.ExpertGroup(w13, w2, s13, s2, *dtypes.get(w13.dtype, ("F8_E4M3", "F32")))
+
+    def _as_they_came(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """w13 and w2 in their own order: the parameters themselves, or copies of packed ones."""
+        w13, w2, packing = self.w13.detach(), self.w2.detach(), self.copies.packing
+        return (w13, w2) if packing is None else (packing.unpack(w13, 2), packing.unpack(w2, 1))
 
     def _reorder(self, to_order: Callable[[torch.Tensor, int], torch.Tensor], packing: Packing | None) -> None:
         self.copies.refresh()  # frees the kernels' own copy
@@ -181,9 +184,8 @@ class Experts(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.copies.packing is not None:
-            for name, row_groups in (("w13", 2), ("w2", 1)):
-                destination[prefix + name] = self.copies.packing.unpack(destination[prefix + name].detach(), row_groups)
+        if self.is_packed:
+            destination[prefix + "w13"], destination[prefix + "w2"] = self._as_they_came()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self.unpack()

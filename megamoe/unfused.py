@@ -165,6 +165,25 @@ class Grads:
     dw2: list[torch.Tensor] | None
 
 
+def plan_call(
+    transport: Transport,
+    topk_ids: Sequence[torch.Tensor],
+    num_experts: int,
+    hidden_size: int,
+    recipe: Recipe,
+    options: ForwardOptions,
+) -> RoutingPlan:
+    """The plan of a layer's call, with the sizes of its options and what all ranks must agree on."""
+    return transport.plan(
+        list(topk_ids),
+        num_experts,
+        options.num_rows,
+        max_tokens=options.max_tokens,
+        checked=options.debug,
+        agreed=layer_facts(hidden_size, recipe),
+    )
+
+
 def forward(
     steps: Steps,
     transport: Transport,
@@ -192,14 +211,7 @@ def forward(
     """
     options = options or ForwardOptions()
     num_experts = experts[0].w13.data.shape[0] * transport.num_ranks
-    plan = transport.plan(
-        list(topk_ids),
-        num_experts,
-        options.num_rows,
-        max_tokens=options.max_tokens,
-        checked=options.debug,
-        agreed=layer_facts(xs[0].shape[1], recipe),
-    )
+    plan = plan_call(transport, topk_ids, num_experts, xs[0].shape[1], recipe, options)
     pools = _dispatch_rows(steps, transport, xs, plan, recipe)
     weights = transport.dispatch_weights(list(topk_weights), plan)
     gate_ups = _gate_ups(steps, transport, pools, plan, experts)

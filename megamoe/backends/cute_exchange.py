@@ -15,12 +15,12 @@ import torch
 from megamoe.backends.cute import CuteBackend, Rows, tiling
 from megamoe.backends.cute_shared import Shared
 from megamoe.comm.exchange import Exchange
-from megamoe.comm.transport import GroupTransport, Transport, exchange_of, layer_facts
+from megamoe.comm.transport import GroupTransport, Transport, exchange_of
 from megamoe.overlap import OverlapConfig
 from megamoe.quantize import QuantizedRows, ceil_div
 from megamoe.recipe import BLOCK, Recipe
 from megamoe.routing_plan import RoutingPlan
-from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, RowOrder, Saved
+from megamoe.unfused import ExpertWeights, ForwardOptions, Grads, Needs, RowOrder, Saved, plan_call
 
 
 class ExchangeBackend(CuteBackend):
@@ -43,14 +43,7 @@ class ExchangeBackend(CuteBackend):
     ) -> tuple[list[torch.Tensor], Saved | None]:
         assert isinstance(transport, GroupTransport)
         num_experts = experts[0].w13.data.shape[0] * transport.num_ranks
-        plan = transport.plan(
-            list(topk_ids),
-            num_experts,
-            options.num_rows,
-            max_tokens=options.max_tokens,
-            checked=options.debug,
-            agreed=layer_facts(xs[0].shape[1], recipe),
-        )
+        plan = plan_call(transport, topk_ids, num_experts, xs[0].shape[1], recipe, options)
         arrived = transport.send_tokens(xs[0], plan)
         p = transport.send_slots(topk_weights[0], plan)
         here = Here(exchange_of(plan))
